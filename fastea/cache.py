@@ -1,0 +1,55 @@
+"""Static key/value caches: allocated once, written in place, never grown."""
+
+from __future__ import annotations
+
+import torch
+
+TREE_SLACK = 64  # rows past the limit, so that a whole tree always fits
+
+
+class KVCache:
+    """Keys and values of every layer.
+
+    keys[i], values[i]: [batch, kv_heads, rows, head_dim], rows = max_seq_len + TREE_SLACK. Row p holds the
+    token at position p; the caller keeps the committed length.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        kv_heads: int,
+        max_seq_len: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
+        shape = (batch, kv_heads, max_seq_len + TREE_SLACK, head_dim)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.keys + self.values)
+
+    def row(self, index: int) -> KVCache:
+        """A view of one sequence of the batch, [1, ...] tensors that share the storage."""
+        view = KVCache.__new__(KVCache)
+        view.keys = [k[index : index + 1] for k in self.keys]
+        view.values = [v[index : index + 1] for v in self.values]
+        return view
+
+    def compact(self, start: torch.Tensor, source: torch.Tensor) -> None:
+        """Move accepted tree rows into place: row start + source[:, j] -> row start + j.
+
+        start: [B] first tree row; source: [B, J] tree slots in increasing order with source[:, j] >= j,
+        so that gathering before writing is free of hazards.
+        """
+        batch, width = source.shape
+        steps = torch.arange(width, device=source.device)
+        kv_heads, head_dim = self.keys[0].shape[1], self.keys[0].shape[3]
+        shape = (batch, kv_heads, width, head_dim)
+        from_rows = (start[:, None] + source)[:, None, :, None].expand(shape)
+        to_rows = (start[:, None] + steps)[:, None, :, None].expand(shape)
+        for cache in (*self.keys, *self.values):
+            cache.scatter_(2, to_rows, cache.gather(2, from_rows))

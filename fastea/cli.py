@@ -1,0 +1,206 @@
+"""The command line: `python generate.py` and `fastea`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from fastea.config import FasteaError
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="generate.py",
+        description="Write what the model alone would have written, sooner: EAGLE speculative decoding on one device.",
+        epilog="Flags may be written with dashes or underscores. Exit codes: 0 done, 2 bad input, 130 interrupted.",
+    )
+    add = p.add_argument
+    add("--prompt", default="Explain why the sky is blue.", help="text to answer; - reads standard input")
+    add(
+        "--checkpoint",
+        "--checkpoint-path",
+        help="Hugging Face folder or .gguf file (default: the demo model, fetched once)",
+    )
+    add(
+        "--head",
+        default="auto",
+        help="auto: the shipped head that fits, else CHECKPOINT's folder 'eagle'; none; or a folder",
+    )
+    add(
+        "--drafter",
+        default="auto",
+        choices=["auto", "eagle", "ngram", "none"],
+        help="what proposes tokens (default: auto)",
+    )
+    add("--tree", help="eagle1 (26 nodes with the root, default), chain:K (K drafted tokens), or a .json list of paths")
+    add("--max-new-tokens", type=int, default=256, help="longest answer in tokens (default 256)")
+    add("--temperature", type=float, default=0.0, help="0 = greedy (default)")
+    add("--top-k", type=int, default=0, help="sample among the K likeliest tokens; 0 = off (default)")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="then among the likeliest with this probability in all; 1 = off (default)",
+    )
+    add("--seed", type=int, help="makes sampling repeatable (default: drawn from the system and printed)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    add(
+        "--accept",
+        default="match",
+        choices=["match", "rejection"],
+        help="match: a seed gives the same text with any drafter (default); rejection: the EAGLE paper's sampling",
+    )
+    add(
+        "--exact",
+        action="store_true",
+        help="rows independent of the rows beside them: ids equal plain decoding's, slower",
+    )
+    add("--device", default="auto", help="auto, cpu or cuda")
+    add(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "float16", "bfloat16"],
+        help="auto: bfloat16 where the CPU has instructions for it, else float32",
+    )
+    add("--max-seq-len", type=int, help="context in tokens, prompt and answer (default: the model's, at most 4096)")
+    add("--system", help="system message (default: what the chat template puts)")
+    add("--raw", action="store_true", help="continue the prompt as plain text, without the chat template")
+    add("--ignore-eos", action="store_true", help="do not stop at end marks")
+    add("--num-samples", type=int, default=1, help="answer this many times, with noise streams 0, 1, ... (default 1)")
+    add("--compile", action="store_true", help="torch.compile prefill and round, once, before the first token")
+    add("--json", action="store_true", help="print one JSON document instead of text")
+    return p
+
+
+def normalized(argv: Sequence[str]) -> list[str]:
+    """--max_new_tokens 5 -> --max-new-tokens 5, in flag names only."""
+    out = []
+    for arg in argv:
+        name, equals, value = arg.partition("=")
+        out.append(name.replace("_", "-") + equals + value if name.startswith("--") else arg)
+    return out
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt itself, or standard input for "-"."""
+    if prompt == "-":
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise FasteaError(
+                f"standard input is not UTF-8 (byte {error.start}); convert it, for example with iconv"
+            ) from None
+    if not prompt.strip():
+        raise FasteaError("the prompt is empty; give one with --prompt TEXT, or --prompt - and text on standard input")
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError:
+        raise FasteaError("the prompt is not valid UTF-8; check the terminal's encoding") from None
+    return prompt
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        args = parser().parse_args(normalized(sys.argv[1:] if argv is None else argv))
+        return run(args)
+    except FasteaError as error:
+        print(f"fastea: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("fastea: interrupted before the first token", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+
+
+def run(args: argparse.Namespace) -> int:
+    prompt = read_prompt(args.prompt)
+    if args.num_samples < 1:
+        raise FasteaError(f"--num-samples {args.num_samples} is not possible; it must be at least 1")
+    from fastea.loading import load  # torch and the rest only now: --help and bad flags answer at once
+    from fastea.runtime import note
+    from fastea.sampling import Sampling
+
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed).with_seed()
+    model = load(
+        args.checkpoint, args.head, drafter=args.drafter, tree=args.tree, accept=args.accept, exact=args.exact,
+        max_seq_len=args.max_seq_len, device=args.device, dtype=args.dtype, compile=args.compile,
+    )  # fmt: skip
+    if args.system is not None and (args.raw or model.tokenizer.template is None):
+        raise FasteaError("--system needs the chat template; it cannot go with --raw or a checkpoint without one")
+    if model.tokenizer.template is None and not args.raw:
+        note("this checkpoint has no chat template: continuing the prompt as plain text")
+    if model.compile:
+        note("compiling prefill and round, once ...")
+        model.warm_up(1, sampling)
+        note(f"compiled in {model.compile_s:.0f} s")
+    documents, interrupted = [], False
+    for sample in range(args.num_samples):
+        answer = model.stream(
+            prompt, max_new_tokens=args.max_new_tokens, temperature=sampling.temperature, top_k=sampling.top_k,
+            top_p=sampling.top_p, seed=sampling.seed, stop=args.stop, system=args.system, raw=args.raw,
+            ignore_eos=args.ignore_eos, streams=[sample],
+        )  # fmt: skip
+        try:
+            for piece in answer:
+                show(args, piece)
+        except (KeyboardInterrupt, FasteaError) as stopped:
+            show(args, answer.interrupt())
+            interrupted = isinstance(stopped, KeyboardInterrupt)
+            if not interrupted:
+                show(args, "\n")
+                raise
+        show(args, "\n")
+        output = answer.outputs[0]
+        documents.append(document(model, output))
+        if not args.json:
+            print(summary(model, output), file=sys.stderr)
+        if interrupted:
+            break
+    if args.json:
+        print(json.dumps(documents[0] if args.num_samples == 1 else {"samples": documents}, ensure_ascii=False))
+    return 130 if interrupted else 0
+
+
+def show(args: argparse.Namespace, piece: str) -> None:
+    if not args.json:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+
+def document(model: Any, output: Any) -> dict[str, Any]:
+    """Everything about one answer, as --json prints it."""
+    return {
+        "text": output.text,
+        "ids": output.ids,
+        "finish_reason": output.finish_reason,
+        "prompt_tokens": output.prompt_tokens,
+        "new_tokens": output.new_tokens,
+        "rounds": output.rounds,
+        "tokens_per_round": round(output.tokens_per_round, 4),
+        "accepted": output.accepted,
+        "prefill_s": round(output.prefill_s, 4),
+        "decode_s": round(output.decode_s, 4),
+        "tokens_per_s": round(output.tokens_per_s, 3),
+        "compile_s": round(model.compile_s, 3),
+        "load_s": round(model.load_s, 3),
+        **{key: model.info[key] for key in ("dtype", "device", "quant", "tree", "head")},
+        "seed": output.seed,
+    }
+
+
+def summary(model: Any, output: Any) -> str:
+    """Three lines for a person."""
+    info = model.info
+    prefill = output.prompt_tokens / output.prefill_s if output.prefill_s else 0.0
+    seed = "" if output.seed is None else f", seed {output.seed}"
+    return (
+        f"prefill  {output.prompt_tokens} tokens, {prefill:.1f} tokens/s\n"
+        f"decode   {output.new_tokens} tokens, {output.tokens_per_s:.1f} tokens/s, "
+        f"{output.tokens_per_round:.2f} tokens per round (accepted + 1), ended by {output.finish_reason}\n"
+        f"ran      {info['model']}, {info['dtype']} on {info['device']}, tree {info['tree']}, head {info['head']}{seed}"
+    )

@@ -1,0 +1,208 @@
+"""What a checkpoint says about itself, as one small dataclass.
+
+The same `ModelConfig` comes from a Hugging Face config.json and from GGUF metadata. Anything that
+would change the maths and is not implemented is refused by name; nothing is guessed from file names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+class FasteaError(Exception):
+    """A mistake of the input, told in one line: what, where, what to do. The command exits with 2."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained context.
+
+    kind: "linear", "dynamic" (NTK-aware) or "llama3" (LLaMA-3.1's frequency bands).
+    original_max_position: trained context in tokens.
+    """
+
+    kind: str
+    factor: float
+    original_max_position: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shapes and constants of a LLaMA-family decoder."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    rope_theta: float
+    max_position: int
+    rope_scaling: RopeScaling | None = None
+    tied: bool = False
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    dtype: torch.dtype = torch.float32
+
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+# Keys of a LLaMA config.json whose other values would change the maths.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "quantization_config": (None,),
+    "partial_rotary_factor": (1, None),
+    "sliding_window": (None,),
+}
+
+
+def ids_of(value: Any) -> tuple[int, ...]:
+    """An id, a list of ids or nothing -> a tuple."""
+    if value is None:
+        return ()
+    return tuple(int(v) for v in value) if isinstance(value, (list, tuple)) else (int(value),)
+
+
+def config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
+    """Read a Hugging Face config.json (old and new spelling of the rotary settings).
+
+    raw: the parsed JSON; where: its path, for messages. Raises FasteaError for other architectures,
+    missing keys and settings that are not implemented.
+    """
+    names = raw.get("architectures") or [raw.get("model_type")]
+    if names[0] not in ("LlamaForCausalLM", "llama"):
+        raise FasteaError(f"{where}: architecture {names[0]!r} is not supported; this version runs LlamaForCausalLM")
+    for key, allowed in _FIXED.items():
+        if key in raw and raw[key] not in allowed:
+            raise FasteaError(f"{where}: {key} = {raw[key]!r} is not supported (only {allowed[0]!r})")
+    try:
+        hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+        theta, scaling = _rope(raw, where)
+        return ModelConfig(
+            hidden_size=hidden,
+            intermediate_size=int(raw["intermediate_size"]),
+            num_layers=int(raw["num_hidden_layers"]),
+            num_heads=heads,
+            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(raw.get("head_dim") or hidden // heads),
+            vocab_size=int(raw["vocab_size"]),
+            norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_position=int(raw.get("max_position_embeddings") or 2048),
+            tied=bool(raw.get("tie_word_embeddings", False)),
+            eos_ids=ids_of(raw.get("eos_token_id")),
+            bos_id=next(iter(ids_of(raw.get("bos_token_id"))), None),
+            dtype=_DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")), torch.float32),
+        )
+    except KeyError as missing:
+        raise FasteaError(f"{where}: the key {missing} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise FasteaError(f"{where}: a value is not what it should be ({error})") from None
+
+
+def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+    """Base and scaling from `rope_parameters` (new spelling) or `rope_theta` + `rope_scaling` (old)."""
+    new = raw.get("rope_parameters") or {}
+    theta = float(new.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    scaling = new or raw.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return theta, None
+    if kind not in ("linear", "dynamic", "llama3"):
+        raise FasteaError(f"{where}: rope scaling {kind!r} is not supported (default, linear, dynamic, llama3 are)")
+    trained = int(raw.get("max_position_embeddings") or 2048)
+    return theta, RopeScaling(
+        kind=kind,
+        factor=float(scaling["factor"]),
+        original_max_position=int(scaling.get("original_max_position_embeddings") or trained),
+        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
+    )
+
+
+def config_from_gguf(meta: Mapping[str, Any], where: str) -> ModelConfig:
+    """Read GGUF metadata of LLaMA architecture. meta: key -> Python value; where: the path."""
+    arch = meta.get("general.architecture")
+    if arch != "llama":
+        raise FasteaError(f"{where}: GGUF architecture {arch!r} is not supported; this version runs 'llama'")
+    if meta.get("llama.expert_count"):
+        raise FasteaError(f"{where}: a mixture of experts (llama.expert_count) is not supported")
+    try:
+        hidden, heads = int(meta["llama.embedding_length"]), int(meta["llama.attention.head_count"])
+        context = int(meta["llama.context_length"])
+        head_dim = int(meta.get("llama.attention.key_length") or hidden // heads)
+        if int(meta.get("llama.rope.dimension_count", head_dim)) != head_dim:
+            raise FasteaError(f"{where}: rotation of a part of the head (llama.rope.dimension_count) is not supported")
+        kind = meta.get("llama.rope.scaling.type", "none")
+        if kind not in ("none", "linear"):
+            raise FasteaError(f"{where}: rope scaling {kind!r} is not supported in a GGUF file (none and linear are)")
+        scaling = None
+        if kind == "linear":
+            scaling = RopeScaling("linear", float(meta["llama.rope.scaling.factor"]), context)
+        stops = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+        return ModelConfig(
+            hidden_size=hidden,
+            intermediate_size=int(meta["llama.feed_forward_length"]),
+            num_layers=int(meta["llama.block_count"]),
+            num_heads=heads,
+            num_kv_heads=int(meta.get("llama.attention.head_count_kv") or heads),
+            head_dim=head_dim,
+            vocab_size=int(meta.get("llama.vocab_size") or len(meta["tokenizer.ggml.tokens"])),
+            norm_eps=float(meta["llama.attention.layer_norm_rms_epsilon"]),
+            rope_theta=float(meta.get("llama.rope.freq_base", 10000.0)),
+            rope_scaling=scaling,
+            max_position=context,
+            eos_ids=tuple(int(s) for s in stops if s is not None),
+            bos_id=meta.get("tokenizer.ggml.bos_token_id"),
+        )
+    except KeyError as missing:
+        raise FasteaError(f"{where}: the metadata key {missing} is missing") from None
+
+
+def rope_frequencies(config: ModelConfig) -> torch.Tensor:
+    """Inverse frequencies [head_dim / 2] in fp32, after linear or llama3 scaling (dynamic acts by position)."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    freq = config.rope_theta**-exponents
+    scaling = config.rope_scaling
+    if scaling is None or scaling.kind == "dynamic":
+        return freq
+    if scaling.kind == "linear":
+        return freq / scaling.factor
+    wavelength = 2 * math.pi / freq
+    turns = scaling.original_max_position / wavelength
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)  # 0: long waves, divided; 1: short waves, kept
+    return (1 - smooth) * freq / scaling.factor + smooth * freq
+
+
+def rope_table(config: ModelConfig, rows: int, factors: torch.Tensor | None = None) -> torch.Tensor:
+    """Cosines and sines [rows, 2, head_dim / 2] in fp32 for positions 0 .. rows-1.
+
+    Dynamic (NTK-aware) scaling gives each position the base of the context that ends with it, which is
+    what decoding token by token computes. factors: GGUF's per-frequency divisors (`rope_freqs`).
+    """
+    freq = rope_frequencies(config)
+    if factors is not None:
+        freq = freq / factors
+    positions = torch.arange(rows, dtype=torch.float32)
+    angles = positions[:, None] * freq
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "dynamic":
+        limit, factor, dim = scaling.original_max_position, scaling.factor, config.head_dim
+        stretch = (factor * (positions + 1).clamp(min=limit) / limit) - (factor - 1)
+        base = config.rope_theta * stretch ** (dim / (dim - 2))
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        angles = positions[:, None] * base[:, None] ** -exponents
+    return torch.stack((angles.cos(), angles.sin()), dim=1)

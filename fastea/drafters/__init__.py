@@ -1,0 +1,36 @@
+"""What proposes draft trees. A drafter changes speed, never text."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from fastea.cache import KVCache
+from fastea.state import DecodeState
+from fastea.tree import Tree
+
+
+class Draft(NamedTuple):
+    """tokens: [B, N] target ids of the tree's nodes, slot 0 the root. probs: [B, N, V] distribution from which each
+    node's children were drawn without replacement, None where children are chosen with certainty."""
+
+    tokens: torch.Tensor
+    probs: torch.Tensor | None = None
+
+
+class Drafter(Protocol):
+    """One way to propose. `name` and `tree` are printed."""
+
+    name: str
+    tree: Tree
+
+    def new_cache(self, batch: int, max_seq_len: int) -> KVCache | None:
+        """The drafter's own KV cache, None if it has none."""
+
+    def prefill(self, tokens: torch.Tensor, features: torch.Tensor, start: torch.Tensor, cache: KVCache | None) -> None:
+        """A prompt chunk was run: tokens [1, C] FOLLOW the rows of features [1, C, h] by one; start: [1] position of
+        the first row. The last row's token may be unknown (anything): that row is drafted again later."""
+
+    def propose(self, state: DecodeState) -> Draft:
+        """A tree for every sequence of the batch."""

@@ -1,0 +1,90 @@
+"""Drafting with an EAGLE-1 head on a static tree."""
+
+from __future__ import annotations
+
+import torch
+
+from fastea.cache import KVCache
+from fastea.drafters import Draft
+from fastea.eagle import EagleHead
+from fastea.sampling import CHILDREN, PICK, gumbel, log_probs, noise_key
+from fastea.state import DecodeState
+from fastea.tree import Tree
+
+
+class EagleDrafter:
+    """Each round: one extend forward over the rows accepted last, with the target's true features, then one forward
+    a level over the nodes that have children. Rows of the draft cache made from predicted features are overwritten.
+
+    by_noise: at T > 0 children are the top-k of log q + g with the target's own noise (the draft and the target then
+    tend to pick alike); otherwise the top-k of q. With the rejection rule children are drawn without replacement,
+    from noise of their own.
+    """
+
+    name = "eagle"
+
+    def __init__(self, head: EagleHead, tree: Tree, rejection: bool = False, by_noise: bool = True):
+        self.head, self.tree = head, tree
+        self.rejection, self.by_noise = rejection, by_noise
+        vocab = head.lm_weight.shape[0]
+        self.ids = head.target_ids(torch.arange(vocab, device=head.lm_weight.device))
+
+    def new_cache(self, batch: int, max_seq_len: int) -> KVCache | None:
+        return self.head.new_cache(batch, max_seq_len)
+
+    def prefill(self, tokens: torch.Tensor, features: torch.Tensor, start: torch.Tensor, cache: KVCache | None) -> None:
+        assert cache is not None
+        positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        self.head(tokens, features, positions, start, None, 0, cache)
+
+    def propose(self, state: DecodeState) -> Draft:
+        tree, head, cache = self.tree, self.head, state.draft_cache
+        assert cache is not None
+        batch, width = state.emitted.shape
+        start = state.length - state.count  # rows before it are made of true features already
+        positions = start[:, None] + torch.arange(width, device=start.device)
+        out = head(state.emitted, state.features, positions, start, None, 0, cache)
+        last = (state.count - 1).clamp(min=0)[:, None, None].expand(-1, -1, out.shape[2])
+        hidden = out.gather(1, last)  # [B, 1, h]: the predicted feature of the root
+        tokens = state.root[:, None].repeat(1, len(tree))
+        probs: torch.Tensor | None = None
+        if self.rejection and not state.sampling.greedy:
+            probs = torch.zeros(batch, len(tree), head.config.vocab_size, device=start.device)
+        rows = torch.zeros(1, dtype=torch.int64, device=start.device)  # tree slots of the expanded rows above
+        for depth, level in enumerate(tree.levels, 1):
+            logits = head.logits(hidden)  # [B, expanded rows above, Vd]
+            chosen = self._children(logits, state, depth, rows, probs)
+            tokens[:, level.nodes] = chosen[:, level.parents, level.ranks]
+            if level.expanded.numel() == 0:
+                break
+            rows = level.nodes[level.expanded]
+            hidden = head(
+                tokens[:, rows],
+                hidden[:, level.parents[level.expanded]],
+                (state.length + depth - 1)[:, None].expand(-1, rows.numel()),
+                state.length,
+                level.words.expand(batch, -1),
+                level.offset,
+                cache,
+            )
+        return Draft(tokens, probs)
+
+    def _children(
+        self, logits: torch.Tensor, state: DecodeState, depth: int, rows: torch.Tensor, probs: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Ranked children of every expanded row: [B, R, C] target ids."""
+        width = min(self.tree.children.shape[1], logits.shape[-1])
+        if not state.sampling.greedy and (probs is not None or self.by_noise):
+            purpose = PICK if probs is None else CHILDREN
+            scores = log_probs(logits, state.sampling)
+            if probs is not None:
+                probs[:, rows[:, None], self.ids] = scores.exp()
+                # siblings of different parents must not share their draws: the parent's slot joins the position
+                places = (state.length + depth)[:, None] * 64 + rows
+                logits = scores + gumbel(noise_key(state.seed, state.stream, places, purpose), self.ids)
+            else:
+                key = noise_key(state.seed, state.stream, (state.length + depth)[:, None], purpose)
+                logits = torch.log_softmax(logits / state.sampling.temperature, -1) + gumbel(key, self.ids)
+        chosen = self.head.target_ids(logits.topk(width, dim=-1).indices)
+        short = self.tree.children.shape[1] - width
+        return chosen if not short else torch.cat((chosen, chosen[..., -1:].expand(-1, -1, short)), -1)

@@ -1,0 +1,255 @@
+"""Prompts in, answers out: prefill, then rounds until every sequence has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator as PyGenerator
+
+import torch
+
+from fastea.answer import Answer, Output
+from fastea.config import FasteaError
+from fastea.drafters import Drafter
+from fastea.llama import Llama
+from fastea.round import Outcome, Round
+from fastea.runtime import compiled
+from fastea.sampling import PICK, Sampling, noise_key, pick
+from fastea.state import DecodeState
+from fastea.tokenizer import Message, Tokenizer
+from fastea.tree import Tree, chain
+
+CHUNK = 64  # prompt tokens a prefill forward takes
+
+Prompt = str | Sequence[Message] | Sequence[int]
+
+
+class Generator:
+    """A loaded model, ready to answer. Made by `fastea.load`.
+
+    drafter None = plain decoding. row_block: None = fast path, else the exact path. info: what runs, for reports
+    (model, dtype, device, quant, tree, head).
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: Tokenizer,
+        drafter: Drafter | None,
+        *,
+        max_seq_len: int,
+        rejection: bool = False,
+        row_block: int | None = None,
+        compile: bool = False,
+        info: dict[str, str] | None = None,
+    ):
+        self.model, self.tokenizer, self.drafter, self.max_seq_len = model, tokenizer, drafter, max_seq_len
+        self.info, self.load_s, self.compile_s = info or {}, 0.0, 0.0
+        self.tree: Tree = drafter.tree if drafter else chain(0).to(str(model.embed.weight.device))
+        self.round = Round(model, self.tree, drafter, rejection, row_block, len(tokenizer))
+        self.row_block, self.compile = row_block, compile
+        self._forward = compiled(model.forward) if compile else model.forward
+        self._step = compiled(self.round.__call__) if compile else self.round.__call__
+        self._warm: set[tuple[int, Sampling]] = set()
+        self._states: dict[int, DecodeState] = {}
+        self.device = model.embed.weight.device
+
+    def encode(self, prompt: Prompt, system: str | None = None, raw: bool = False) -> list[int]:
+        """Token ids of a prompt: text or messages through the chat template (raw: text as it is), ids as they are."""
+        if isinstance(prompt, str):
+            if raw or self.tokenizer.template is None:
+                ids = self.tokenizer.encode_prompt(prompt)
+            else:
+                messages = [{"role": "user", "content": prompt}]
+                ids = self.tokenizer.encode_chat(
+                    messages if system is None else [{"role": "system", "content": system}, *messages]
+                )
+        elif prompt and isinstance(prompt[0], dict):
+            ids = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+        else:
+            ids = [int(i) for i in prompt]  # type: ignore[arg-type]
+        if not ids:
+            raise FasteaError("the prompt is empty; give at least one character")
+        vocab = self.model.config.vocab_size
+        if not all(0 <= i < vocab for i in ids):
+            raise FasteaError(f"the prompt holds the id {max(ids)}, the model's vocabulary has {vocab} ids")
+        if len(ids) >= self.max_seq_len:
+            raise FasteaError(
+                f"the prompt has {len(ids)} tokens, the context {self.max_seq_len}: "
+                "no room for an answer; shorten it or raise --max-seq-len"
+            )
+        return ids
+
+    def generate(self, prompt: Prompt | list[str], **options: object) -> Output | list[Output]:
+        """The whole answer. A list of texts is decoded together, each as it would be alone; options as `stream`."""
+        many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str)
+        prompts = list(prompt) if many else [prompt]
+        run = Run(self, prompts, **options)  # type: ignore[arg-type]
+        for _ in run:
+            pass
+        return run.outputs if many else run.outputs[0]
+
+    def stream(self, prompt: Prompt, **options: object) -> Run:
+        """An iterator of text pieces, which join to the answer's text; `.outputs[0]` is the report, at any time.
+
+        Options: max_new_tokens (256), temperature, top_k, top_p, seed, stop (strings), system, raw, ignore_eos,
+        streams (noise stream of each prompt, default 0, 1, ...), observe (called with every round's Outcome).
+        """
+        return Run(self, [prompt], **options)  # type: ignore[arg-type]
+
+    def state(self, batch: int) -> DecodeState:
+        """The preallocated state for a batch size; the one of another size is given up."""
+        if batch not in self._states:
+            self._states.clear()
+            cache = self.model.new_cache(batch, self.max_seq_len)
+            draft = self.drafter.new_cache(batch, self.max_seq_len) if self.drafter else None
+            self._states[batch] = DecodeState(
+                self.model, cache, draft, batch, self.tree.depth_max + 1, self.max_seq_len
+            )
+        return self._states[batch]
+
+    def warm_up(self, batch: int, sampling: Sampling) -> None:
+        """Compile the shapes that a run needs, by running them; nothing compiles afterwards."""
+        if not self.compile or (batch, sampling.shape()) in self._warm:
+            return
+        begin = time.perf_counter()
+        state = self.state(batch)
+        state.reset(sampling, list(range(batch)))
+        for row in range(batch):
+            self.prefill(state, row, [0, 0])
+        for _ in range(2):
+            self.step(state)
+        self._warm.add((batch, sampling.shape()))
+        self.compile_s += time.perf_counter() - begin
+
+    @torch.inference_mode()
+    def prefill(self, state: DecodeState, row: int, ids: list[int]) -> int:
+        """Run a prompt through target and drafter, chunk by chunk of one shape; returns the first new token."""
+        cache = state.cache.row(row)
+        draft = state.draft_cache.row(row) if state.draft_cache else None
+        tokens = torch.tensor(ids + [0] * (-len(ids) % CHUNK + 1), device=self.device)
+        steps = torch.arange(CHUNK, device=self.device)
+        for at in range(0, len(ids), CHUNK):
+            start = torch.full((1,), at, device=self.device)
+            features = self._forward(tokens[None, at : at + CHUNK].clone(), (at + steps)[None], start, None, cache)
+            if self.drafter:
+                self.drafter.prefill(tokens[None, at + 1 : at + 1 + CHUNK], features, start, draft)
+        last = features[0, (len(ids) - 1) % CHUNK]
+        logits = self.round.logits(last[None, None])
+        if bool(logits.isnan().any()):
+            raise FasteaError(_NAN)
+        chosen_at = torch.tensor([[len(ids)]], device=self.device)
+        key = noise_key(state.seed, state.stream[row : row + 1], chosen_at, PICK)
+        first = pick(logits, torch.zeros(1, dtype=torch.int64, device=self.device), key, state.sampling)[0, 0]
+        state.begin(row, tokens[: len(ids)], last, first)
+        return int(first)
+
+    @torch.inference_mode()
+    def step(self, state: DecodeState) -> Outcome:
+        outcome: Outcome = self._step(state)
+        if not bool((outcome.finite | state.done).all()):
+            raise FasteaError(_NAN)
+        return outcome
+
+    def close(self) -> None:
+        """Give the model's memory back; the object is of no use afterwards."""
+        self._states.clear()
+        self._forward = self._step = _closed
+        del self.model, self.round, self.drafter
+
+
+_NAN = (
+    "the model's logits are not numbers (NaN): its activations overflow in this dtype; try --dtype bfloat16 or float32"
+)
+
+
+def _closed(*_: object) -> None:
+    raise FasteaError("this generator is closed")
+
+
+class Run:
+    """One call: an iterator of text pieces of the first prompt, and `outputs`, one for each prompt."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        system: str | None = None,
+        raw: bool = False,
+        ignore_eos: bool = False,
+        streams: Sequence[int] | None = None,
+        observe: Callable[[Outcome], None] | None = None,
+    ):
+        if max_new_tokens < 1:
+            raise FasteaError(f"max_new_tokens {max_new_tokens} is not possible; it must be at least 1")
+        self.generator, self.observe = generator, observe
+        self.sampling = Sampling(temperature, top_k, top_p, seed).with_seed()
+        self.prompts = [generator.encode(p, system, raw) for p in prompts]
+        self.streams = list(streams) if streams is not None else list(range(len(prompts)))
+        stop_ids = (
+            frozenset() if ignore_eos else generator.tokenizer.stop_ids | frozenset(generator.model.config.eos_ids)
+        )
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        self.answers = []
+        for ids in self.prompts:
+            room = min(max_new_tokens, generator.max_seq_len - len(ids))
+            answer = Answer(generator.tokenizer, stop_ids, stops, room)
+            answer.output.prompt_tokens = len(ids)
+            answer.output.seed = None if self.sampling.greedy else self.sampling.seed
+            self.answers.append(answer)
+        self._pieces = self._go()
+
+    @property
+    def outputs(self) -> list[Output]:
+        return [answer.output for answer in self.answers]
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def interrupt(self) -> str:
+        """Stop here; returns text that was still held back. `outputs` then hold what was produced."""
+        self._pieces.close()
+        rest = [answer.interrupt() for answer in self.answers]
+        return rest[0]
+
+    def _go(self) -> PyGenerator[str, None, None]:
+        generator, answers = self.generator, self.answers
+        generator.warm_up(len(answers), self.sampling)
+        state = generator.state(len(answers))
+        state.reset(self.sampling, self.streams)
+        for row, (ids, answer) in enumerate(zip(self.prompts, answers, strict=True)):
+            begin = time.perf_counter()
+            first = generator.prefill(state, row, ids)
+            answer.output.prefill_s = time.perf_counter() - begin
+            piece = answer.push([first])
+            state.done[row] = answer.finished
+            if row == 0 and piece:
+                yield piece
+        while not all(answer.finished for answer in answers):
+            begin = time.perf_counter()
+            outcome = generator.step(state)
+            emitted, counts = outcome.emitted.tolist(), outcome.count.tolist()
+            seconds = time.perf_counter() - begin
+            if self.observe:
+                self.observe(outcome)
+            for row, answer in enumerate(answers):
+                if answer.finished:
+                    continue
+                answer.output.decode_s += seconds
+                answer.output.rounds += 1
+                answer.output.accepted.append(counts[row] - 1)
+                piece = answer.push(emitted[row][: counts[row]])
+                if answer.finished:
+                    state.done[row] = True
+                if row == 0 and piece:
+                    yield piece

@@ -1,0 +1,138 @@
+"""The target: a LLaMA decoder in plain PyTorch, over a static KV cache.
+
+Rows in, features out: `forward` takes R new tokens of each sequence (a prefill chunk, the pending token,
+or a draft tree) and returns the states after the final norm, which the LM head and an EAGLE head read.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastea.cache import TREE_SLACK, KVCache
+from fastea.config import ModelConfig, rope_table
+from fastea.kernels.attention import attend
+from fastea.kernels.linear import linear_rows
+
+
+class Linear(nn.Module):
+    """y = x W^T (+ b). row_block: None for the fastest call, else see `linear_rows`."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
+
+    def forward(self, x: torch.Tensor, row_block: int | None = None) -> torch.Tensor:
+        if row_block is None:
+            return F.linear(x, self.weight, self.bias)
+        return linear_rows(x, self.weight, self.bias, row_block)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding, half-split pairs. x: [B, R, heads, D]; table: [B, R, 2, D/2] cosines and sines."""
+    cos, sin = table.to(x.dtype)[:, :, :, None].unbind(2)
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and gated MLP with residuals. input_norm=False is EAGLE-1's layer."""
+
+    def __init__(self, config: ModelConfig, input_norm: bool = True, qkv_bias: bool = False):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        width = config.hidden_size
+        self.attn_norm = RMSNorm(width, config.norm_eps) if input_norm else None
+        self.qkv = Linear(width, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=qkv_bias)
+        self.o = Linear(self.heads * self.head_dim, width)
+        self.mlp_norm = RMSNorm(width, config.norm_eps)
+        self.gate_up = Linear(width, 2 * config.intermediate_size)
+        self.down = Linear(config.intermediate_size, width)
+
+    def project(self, x: torch.Tensor, rope: torch.Tensor, row_block: int | None = None):
+        """x: [B, R, h] -> rotated queries [B, R, H, D], rotated keys and values [B, R, KV, D]."""
+        normed = x if self.attn_norm is None else self.attn_norm(x)
+        split = (self.heads, self.kv_heads, self.kv_heads)
+        q, k, v = self.qkv(normed, row_block).view(*x.shape[:2], -1, self.head_dim).split(split, dim=2)
+        return rotate(q, rope), rotate(k, rope), v
+
+    def finish(self, x: torch.Tensor, mixed: torch.Tensor, row_block: int | None = None) -> torch.Tensor:
+        """x: [..., h] residual; mixed: [..., H, D] attention output -> [..., h]."""
+        x = x + self.o(mixed.flatten(-2), row_block)
+        gate, up = self.gate_up(self.mlp_norm(x), row_block).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up, row_block)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        start: torch.Tensor,
+        words: torch.Tensor | None,
+        offset: int,
+        row_block: int | None,
+    ) -> torch.Tensor:
+        q, k, v = self.project(x, rope, row_block)
+        mixed = attend(q, k, v, k_cache, v_cache, start, words, offset, row_block is not None)
+        return self.finish(x, mixed, row_block)
+
+
+class Llama(nn.Module):
+    """The whole decoder. `rope` [max_seq_len + slack, 2, D/2] is filled by `set_context`."""
+
+    rope: torch.Tensor
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed.weight.requires_grad_(False)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.rope_factors: torch.Tensor | None = None  # GGUF's per-frequency divisors
+
+    def set_context(self, max_seq_len: int) -> None:
+        """Rotary tables for every row that a cache of this limit has."""
+        table = rope_table(self.config, max_seq_len + TREE_SLACK, self.rope_factors)
+        self.register_buffer("rope", table.to(self.embed.weight.device), persistent=False)
+
+    def new_cache(self, batch: int, max_seq_len: int) -> KVCache:
+        c, like = self.config, self.embed.weight
+        return KVCache(c.num_layers, batch, c.num_kv_heads, max_seq_len, c.head_dim, like.dtype, like.device)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        start: torch.Tensor,
+        words: torch.Tensor | None,
+        cache: KVCache,
+        row_block: int | None = None,
+    ) -> torch.Tensor:
+        """tokens, positions: [B, R]; start: [B] committed length; words: [B, R] ancestor words, None = causal.
+
+        Writes cache rows start .. start+R-1. Returns features [B, R, hidden], after the final norm.
+        """
+        x = self.embed(tokens)
+        rope = self.rope[positions]
+        for layer, k, v in zip(self.layers, cache.keys, cache.values, strict=True):
+            x = layer(x, rope, k, v, start, words, 0, row_block)
+        return self.norm(x)
+
+    def logits(self, features: torch.Tensor, row_block: int | None = None) -> torch.Tensor:
+        """features: [..., hidden] -> fp32 logits [..., vocab]."""
+        return self.lm_head(features, row_block).float()

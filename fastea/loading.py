@@ -1,0 +1,139 @@
+"""`load`: a checkpoint, a head and some choices -> a Generator."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from fastea.checkpoint import Checkpoint, read_json, same_model
+from fastea.config import FasteaError
+from fastea.demo import demo_model
+from fastea.drafters import Drafter
+from fastea.drafters.eagle import EagleDrafter
+from fastea.drafters.ngram import NgramDrafter
+from fastea.eagle import EagleHead, load_head
+from fastea.generator import Generator
+from fastea.kernels.linear import find_row_block
+from fastea.llama import Linear, Llama
+from fastea.runtime import can_compile, note, resolve_device, resolve_dtype
+from fastea.tokenizer import from_folder, from_gguf
+from fastea.tree import Tree, parse_tree
+
+DEFAULT_CONTEXT = 4096  # tokens, where the model allows them
+SHIPPED_HEADS = Path(__file__).parent / "heads"
+
+
+def load(
+    checkpoint: str | Path | None = None,
+    head: str | Path = "auto",
+    *,
+    drafter: str = "auto",
+    tree: str | Tree | None = None,
+    accept: str = "match",
+    exact: bool = False,
+    max_seq_len: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    compile: bool = False,
+) -> Generator:
+    """Load a model for generation.
+
+    checkpoint: a Hugging Face folder or a GGUF file; None is the demo model, fetched once. head: "auto" (a shipped
+    head that fits, else the folder `eagle` beside the checkpoint, else none), "none", or a head's folder. drafter:
+    "auto" (eagle if there is a head), "eagle", "ngram" or "none". tree: see `fastea.tree.parse_tree`; accept: "match"
+    (the same text for a seed with any drafter) or "rejection" (the paper's sampling). exact: the path whose rows do
+    not depend on the rows beside them. max_seq_len: context in tokens. Raises FasteaError with one clear line.
+    """
+    begin = time.perf_counter()
+    if drafter not in ("auto", "eagle", "ngram", "none"):
+        raise FasteaError(f"--drafter {drafter}: known are auto, eagle, ngram and none")
+    if accept not in ("match", "rejection"):
+        raise FasteaError(f"--accept {accept}: known are match and rejection")
+    where = resolve_device(device)
+    shape = parse_tree(tree) if isinstance(tree, str) else tree
+    files = Checkpoint(checkpoint if checkpoint is not None else demo_model())
+    limit = files.config.max_position
+    context = max_seq_len if max_seq_len is not None else min(limit, DEFAULT_CONTEXT)
+    if not 1 < context <= limit:
+        raise FasteaError(f"--max-seq-len {context}: the model's context is {limit} tokens, at least 2 are needed")
+    if files.gguf:
+        tokenizer = from_gguf(files.gguf.meta, str(files.path), files.config.eos_ids)
+    else:
+        tokenizer = from_folder(files.folder, files.config.eos_ids)
+    kind = resolve_dtype(dtype, where, files.config.dtype)
+    model = files.load(kind, where)
+    model.set_context(context)
+    found = _find_head(head, drafter, model, files.folder, kind, where)
+    proposer = _drafter(found, drafter, shape, model, context, accept == "rejection", where)
+    if compile and not can_compile(where):
+        note("--compile is off: no C++ compiler (or, on a GPU, no Triton) was found; running eager")
+        compile = False
+    if compile and exact:
+        note("--compile is off: --exact runs eager, since compiled kernels may sum in another order")
+        compile = False
+    block = find_row_block([m.weight for m in model.modules() if isinstance(m, Linear)]) if exact else None
+    generator = Generator(
+        model,
+        tokenizer,
+        proposer,
+        max_seq_len=context,
+        rejection=accept == "rejection",
+        row_block=block,
+        compile=compile,
+        info={
+            "model": files.path.name,
+            "dtype": str(kind).removeprefix("torch."),
+            "device": where,
+            "quant": "none",
+            "tree": proposer.tree.name if proposer else "none",
+            "head": found[0] if found else (proposer.name if proposer else "none"),
+        },
+    )
+    generator.load_s = time.perf_counter() - begin
+    return generator
+
+
+def _find_head(
+    head: str | Path, drafter: str, model: Llama, folder: Path, dtype: torch.dtype, device: str
+) -> tuple[str, EagleHead] | None:
+    """(name, head) by the rule of `load`, None where there is none to use."""
+    if str(head) == "none" or drafter in ("ngram", "none"):
+        if drafter == "eagle":
+            raise FasteaError("--drafter eagle needs a head, but --head is none")
+        return None
+    if str(head) != "auto":
+        return Path(head).name, load_head(head, model, dtype, device)
+    for path in sorted(SHIPPED_HEADS.glob("*/config.json")):
+        if same_model(model, read_json(path).get("fastea", {}).get("target", [])):
+            return path.parent.name, load_head(path.parent, model, dtype, device)
+    beside = folder / "eagle"
+    if (beside / "config.json").is_file():
+        return str(beside), load_head(beside, model, dtype, device)
+    if drafter == "eagle":
+        raise FasteaError(f"--drafter eagle: no head for this model; pass --head FOLDER or put one into {beside}")
+    note("no head for this model: decoding plain (train one with scripts/train_head.py, or try --drafter ngram)")
+    return None
+
+
+def _drafter(
+    found: tuple[str, EagleHead] | None,
+    drafter: str,
+    tree: Tree | None,
+    model: Llama,
+    context: int,
+    rejection: bool,
+    device: str,
+) -> Drafter | None:
+    if found:
+        found[1].bind(model, context)
+        return EagleDrafter(found[1], (tree or parse_tree("eagle1")).to(device), rejection)
+    if drafter == "ngram":
+        shape = tree or parse_tree("chain:8")
+        if not shape.is_chain:
+            raise FasteaError(f"--drafter ngram drafts chains, not the tree {shape.name}; use --tree chain:K")
+        return NgramDrafter(shape.to(device))
+    if tree is not None:
+        note(f"--tree {tree.name} is not used: there is no drafter")
+    return None

@@ -1,0 +1,93 @@
+"""The round: draft, verify, pick, accept, commit. Plain decoding is the round with a tree of one node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fastea.drafters import Draft, Drafter
+from fastea.llama import Llama
+from fastea.sampling import PICK, noise_key, pick, walk, walk_by_rejection
+from fastea.state import DecodeState
+from fastea.tree import Tree
+
+
+@dataclass
+class Outcome:
+    """emitted: [B, W] new tokens, the first count[b] of row b are real; path: [B, W] their tree slots;
+    finite: [B] whether the target's logits on the accepted path were free of NaN."""
+
+    emitted: torch.Tensor
+    count: torch.Tensor
+    path: torch.Tensor
+    finite: torch.Tensor
+
+
+class Round:
+    """One fixed-shape step for B sequences. drafter None = plain decoding.
+
+    row_block: None = the fastest kernels; else the exact path (see `fastea.kernels.linear.linear_rows`).
+    valid_vocab: ids at and past it are padding of the embedding and never picked.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        tree: Tree,
+        drafter: Drafter | None,
+        rejection: bool,
+        row_block: int | None,
+        valid_vocab: int,
+    ):
+        self.model, self.tree, self.drafter = model, tree, drafter
+        self.rejection, self.row_block, self.valid_vocab = rejection, row_block, valid_vocab
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        """Features [..., h] -> logits [..., V] in which padding ids are impossible."""
+        logits = self.model.logits(features, self.row_block)
+        if self.valid_vocab < logits.shape[-1]:
+            logits[..., self.valid_vocab :] = -torch.inf
+        return logits
+
+    def __call__(self, state: DecodeState) -> Outcome:
+        tree = self.tree
+        draft = Draft(state.root[:, None]) if self.drafter is None else self.drafter.propose(state)
+        batch = draft.tokens.shape[0]
+        positions = state.length[:, None] + tree.depth
+        words = tree.words.expand(batch, -1)
+        features = self.model(draft.tokens, positions, state.length, words, state.cache, self.row_block)
+        logits = self.logits(features)
+        chosen_at = state.length[:, None] + torch.arange(1, tree.depth_max + 2, device=positions.device)
+        if self.rejection and not state.sampling.greedy:
+            path, count, emitted = walk_by_rejection(
+                draft.tokens, logits, draft.probs, tree, state.sampling, state.seed, state.stream, chosen_at
+            )
+        else:
+            key = noise_key(state.seed, state.stream, chosen_at, PICK)
+            path, count, emitted = walk(draft.tokens, pick(logits, tree.depth, key, state.sampling), tree)
+        return self.commit(state, features, logits, path, count, emitted)
+
+    def commit(
+        self,
+        state: DecodeState,
+        features: torch.Tensor,
+        logits: torch.Tensor,
+        path: torch.Tensor,
+        count: torch.Tensor,
+        emitted: torch.Tensor,
+    ) -> Outcome:
+        """Keep the accepted rows: their keys and values, features and tokens; advance what is not done."""
+        if not self.tree.is_chain:
+            state.cache.compact(state.length, path)
+        steps = torch.arange(path.shape[1], device=path.device)
+        broken = (logits.amax(-1).isnan().gather(1, path) & (steps < count[:, None])).any(1)
+        count = torch.where(state.done, 0, count)
+        state.features.copy_(features.gather(1, path[..., None].expand(-1, -1, features.shape[2])))
+        state.emitted.copy_(emitted)
+        state.count.copy_(count)
+        state.history.scatter_(1, state.length[:, None] + 1 + steps, emitted)
+        state.length.add_(count)
+        last = emitted.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+        state.root.copy_(torch.where(count > 0, last, state.root))
+        return Outcome(emitted, count, path, ~broken)

@@ -1,0 +1,198 @@
+"""Logits -> distribution -> token; the noise that makes sampling a function of the seed; the acceptance rules.
+
+`pick` samples by the Gumbel-max rule with noise keyed by (seed, stream, position, token id). A token then depends
+on the target's logits and the key alone, so the text for a seed is the same with and without speculation.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import dataclass
+
+import torch
+
+from fastea.config import FasteaError
+from fastea.tree import Tree
+
+# Separate noise for the pick, and for the three draws of rejection sampling, which must not share it.
+PICK, CHILDREN, ACCEPT, RESIDUAL = range(4)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy. top_k 0 = off; top_p in (0, 1], 1 = off. seed None = drawn from the system."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise FasteaError(
+                f"temperature {self.temperature} is not possible; it must be 0 (greedy) or a positive number"
+            )
+        if not 0 < self.top_p <= 1:
+            raise FasteaError(f"top_p {self.top_p} is not possible; it must be above 0 and at most 1")
+        if self.top_k < 0:
+            raise FasteaError(f"top_k {self.top_k} is not possible; it must be 0 (off) or a positive number")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise FasteaError(f"seed {self.seed} is not possible; it must be from 0 to 2^63 - 1")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def shape(self) -> Sampling:
+        """What a compiled round is specialised on: everything but the seed."""
+        return Sampling(self.temperature, self.top_k, self.top_p, 0)
+
+    def with_seed(self) -> Sampling:
+        """The same with a seed, drawn from the operating system if there is none."""
+        if self.seed is not None:
+            return self
+        return Sampling(self.temperature, self.top_k, self.top_p, secrets.randbits(32))
+
+
+def _signed64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+_GOLDEN = _signed64(0x9E3779B97F4A7C15)
+_MIX1, _MIX2 = _signed64(0xBF58476D1CE4E5B9), _signed64(0x94D049BB133111EB)
+
+
+def _mix(z: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finalizer on int64 (wrapping; shifts made logical by masks): a bijection of 64 bits."""
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * _MIX1
+    z = (z ^ (z >> 27 & (1 << 37) - 1)) * _MIX2
+    return z ^ (z >> 31 & (1 << 33) - 1)
+
+
+def _uniform(key: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """key: [...] int64; ids: [V] -> uniforms (r + 0.5) / 2^32 in (0, 1), fp32 [..., V]."""
+    bits = _mix(key[..., None] + (ids + 1) * _GOLDEN) >> 32 & 0xFFFFFFFF
+    return ((bits.double() + 0.5) * 2.0**-32).float().clamp_(max=1 - 2.0**-24)
+
+
+def noise_key(seed: torch.Tensor, stream: torch.Tensor, positions: torch.Tensor, purpose: int) -> torch.Tensor:
+    """One 64-bit key for each [B, P] position. seed: []; stream: [B] index of the sample; positions: [B, P] int64."""
+    key = _mix(seed + _GOLDEN)
+    key = _mix(key ^ (stream * 4 + purpose))[:, None]
+    return _mix(key ^ positions * _GOLDEN)
+
+
+def gumbel(key: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise for token ids [V], fp32 [..., V]: -log E with E = -log1p(-v); never +infinity."""
+    return -torch.log(-torch.log1p(-_uniform(key, ids)))
+
+
+def log_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The target distribution: temperature, top-k, renormalise, top-p, renormalise. fp32 [..., V], -inf = cut.
+
+    Top-k keeps every id at least as likely as the k-th; top-p keeps the likeliest ids up to the first whose
+    cumulative probability reaches top_p, with ties of the last one.
+    """
+    scores = torch.log_softmax(logits.float() / sampling.temperature, dim=-1)
+    vocab = scores.shape[-1]
+    if 0 < sampling.top_k < vocab:
+        last = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scores = torch.log_softmax(scores.masked_fill(scores < last, -torch.inf), dim=-1)
+    if sampling.top_p < 1:
+        likely = scores.topk(min(sampling.top_k or vocab, vocab), dim=-1).values
+        before = likely.exp().cumsum(-1) - likely.exp()
+        last = likely.masked_fill(before >= sampling.top_p, torch.inf).amin(-1, keepdim=True)
+        scores = torch.log_softmax(scores.masked_fill(scores < last, -torch.inf), dim=-1)
+    return scores
+
+
+def pick(logits: torch.Tensor, depth: torch.Tensor, key: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The token that the target emits after every row. logits: [B, N, V]; depth: [N] row of key for each node;
+    key: [B, D+1] noise keys (positions of the chosen tokens). Returns ids [B, N]; ties go to the lowest id."""
+    if sampling.greedy:
+        return logits.argmax(-1)
+    noise = gumbel(key, torch.arange(logits.shape[-1], device=logits.device))
+    return (log_probs(logits, sampling) + noise[:, depth]).argmax(-1)
+
+
+def walk(tokens: torch.Tensor, picks: torch.Tensor, tree: Tree) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Follow the picks from the root while they are children.
+
+    tokens, picks: [B, N]. Returns path [B, D+1] (slots of root and accepted nodes; j where nothing was accepted at
+    depth j), count [B] = accepted nodes + 1, emitted [B, D+1] (the accepted tokens, then the target's own).
+    """
+    node = torch.zeros_like(tokens[:, 0])
+    alive = torch.ones_like(node, dtype=torch.bool)
+    path, count, emitted = [node], torch.ones_like(node), []
+    for depth in range(1, tree.depth_max + 1):
+        wanted = picks.gather(1, node[:, None])
+        emitted.append(wanted[:, 0])
+        children = tree.children[node]  # [B, C]
+        match = (tokens.gather(1, children.clamp(min=0)) == wanted) & (children >= 0)
+        alive = alive & match.any(1)
+        child = children.gather(1, match.int().argmax(1, keepdim=True))[:, 0]
+        node = torch.where(alive, child, node)
+        path.append(torch.where(alive, child, depth))
+        count = count + alive
+    emitted.append(picks.gather(1, node[:, None])[:, 0])
+    return torch.stack(path, 1), count, torch.stack(emitted, 1)
+
+
+def walk_by_rejection(
+    tokens: torch.Tensor,
+    logits: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    tree: Tree,
+    sampling: Sampling,
+    seed: torch.Tensor,
+    stream: torch.Tensor,
+    positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Multi-round speculative sampling (EAGLE paper, appendix A.2): exact in distribution, not coupled to the seed.
+
+    tokens: [B, N]; logits: [B, N, V]; draft_probs: [B, N, V] distribution from which a node's children were drawn
+    without replacement, in rank order (None = each child was chosen with certainty). positions: [B, D+1] of the tokens
+    chosen at each depth. Children are tried in rank order: x is accepted with min(1, p(x) / q'(x)), q' = q without
+    the earlier siblings; on rejection p <- norm(max(p - q', 0)). Returns as `walk`.
+    """
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    node = torch.zeros_like(tokens[:, 0])
+    alive = torch.ones_like(node, dtype=torch.bool)
+    path, count, emitted = [node], torch.ones_like(node), []
+    batch = torch.arange(tokens.shape[0], device=tokens.device)
+    p = log_probs(logits[batch, node], sampling).exp()
+    for depth in range(1, tree.depth_max + 1):
+        children = tree.children[node]
+        q = None if draft_probs is None else draft_probs[batch, node]
+        coins = _uniform(
+            noise_key(seed, stream, positions[:, depth - 1 : depth], ACCEPT)[:, 0], ids[: children.shape[1]]
+        )
+        moved = torch.zeros_like(alive)
+        for rank in range(children.shape[1]):
+            child = children[:, rank]
+            token = tokens[batch, child.clamp(min=0)]
+            point = torch.zeros_like(p).scatter_(1, token[:, None], 1.0)
+            given = point if q is None else q / q.sum(-1, keepdim=True).clamp(min=1e-30)
+            possible = given.gather(1, token[:, None])[:, 0]
+            trying = alive & ~moved & (child >= 0) & (possible > 0)
+            accept = trying & (coins[:, rank] * possible < p.gather(1, token[:, None])[:, 0])
+            left = (p - given).clamp(min=0)
+            mass = left.sum(-1, keepdim=True)
+            rejected = (trying & ~accept)[:, None] & (mass > 0)
+            p = torch.where(rejected, left / mass.clamp(min=1e-30), p)
+            if q is not None:
+                q = torch.where(trying[:, None], q * (1 - point), q)
+            node_next = torch.where(accept, child, node)
+            p = torch.where(accept[:, None], log_probs(logits[batch, node_next], sampling).exp(), p)
+            node, moved = node_next, moved | accept
+        alive = alive & moved
+        emitted.append(tokens[batch, node])  # counts only where alive
+        path.append(torch.where(alive, node, depth))
+        count = count + alive
+    # The last token: drawn from what is left of p at the last accepted node.
+    at = positions.gather(1, count[:, None] - 1)
+    noise = gumbel(noise_key(seed, stream, at, RESIDUAL)[:, 0], ids)
+    last = (p.log() + noise).argmax(-1)
+    emitted.append(last)
+    return torch.stack(path, 1), count, torch.stack(emitted, 1).scatter(1, count[:, None] - 1, last[:, None])

@@ -1,0 +1,58 @@
+"""The state of decoding: everything that a round reads and writes, preallocated on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from fastea.cache import TREE_SLACK, KVCache
+from fastea.llama import Llama
+from fastea.sampling import Sampling
+
+
+class DecodeState:
+    """B sequences decoded together. W = deepest tree + 1.
+
+    length: [B] committed tokens (rows of the caches that count). root: [B] the pending token, at position length.
+    features: [B, W, h] target features of the rows accepted last; emitted: [B, W] the token after each of them;
+    count: [B] how many of these W rows are real (accepted nodes + 1). done: [B] rows that no longer advance.
+    history: [B, max_seq_len + slack] all tokens up to the root. stream: [B] noise stream of each sequence.
+    sampling: settings of the run; seed: [] its seed.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        cache: KVCache,
+        draft_cache: KVCache | None,
+        batch: int,
+        width: int,
+        max_seq_len: int,
+    ):
+        like = model.embed.weight
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=like.device)
+
+        self.cache, self.draft_cache, self.sampling = cache, draft_cache, Sampling()
+        self.length, self.root = zeros(batch), zeros(batch)
+        self.features = zeros(batch, width, model.config.hidden_size, dtype=like.dtype)
+        self.emitted, self.count = zeros(batch, width), zeros(batch)
+        self.done = zeros(batch, dtype=torch.bool)
+        self.history = zeros(batch, max_seq_len + TREE_SLACK + 1)
+        self.stream, self.seed = zeros(batch), torch.zeros((), dtype=torch.int64, device=like.device)
+
+    def reset(self, sampling: Sampling, streams: list[int]) -> None:
+        """Ready for new prompts; the caches keep what they hold, since only rows below `length` count."""
+        self.sampling = sampling
+        self.seed.fill_(sampling.seed or 0)
+        self.stream.copy_(torch.tensor(streams))
+        for tensor in (self.length, self.root, self.count, self.done):
+            tensor.zero_()
+
+    def begin(self, row: int, prompt: torch.Tensor, feature: torch.Tensor, first: torch.Tensor) -> None:
+        """A prompt [T] is in the caches; `first` is the token picked after it, feature [h] that of its last token."""
+        length = prompt.shape[0]
+        self.history[row, :length] = prompt
+        self.history[row, length] = first
+        self.length[row], self.root[row], self.count[row] = length, first, 1
+        self.features[row, 0], self.emitted[row, 0] = feature, first

@@ -1,0 +1,348 @@
+"""Text <-> ids: sentencepiece, tokenizer.json and GGUF vocabularies behind one small class, and chat templates.
+
+Decoding works on bytes: every id stands for some bytes (none for control ids and for ids past the vocabulary),
+a text is their concatenation read as UTF-8. So text can be cut anywhere and pieces always join to the whole.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastea.config import FasteaError, ids_of
+
+Message = dict[str, str]
+
+
+class Tokenizer:
+    """One vocabulary.
+
+    encode_text: ordinary text -> ids, markers in it stay text. pieces: the bytes of every id. specials: control
+    marker -> id. stop_ids: ids that end an answer. template: Jinja chat template or None. bos_id: put before raw
+    prompts, None where the checkpoint adds none. strip_first_space: whether a text decoded from its start drops
+    the space that sentencepiece puts before it.
+    """
+
+    def __init__(
+        self,
+        encode_text: Callable[[str], list[int]],
+        pieces: list[bytes],
+        specials: dict[str, int],
+        *,
+        bos_id: int | None = None,
+        stop_ids: Iterable[int] = (),
+        template: str | None = None,
+        markers: dict[str, str] | None = None,
+        strip_first_space: bool = False,
+    ):
+        self.encode_text, self.pieces, self.specials = encode_text, pieces, specials
+        self.bos_id, self.stop_ids, self.template = bos_id, frozenset(stop_ids), template
+        self.markers = markers or {}  # bos_token and eos_token, as templates name them
+        self.strip_first_space = strip_first_space
+        longest_first = sorted(specials, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if specials else None
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def encode(self, text: str, restore: Callable[[str], str] = lambda s: s) -> list[int]:
+        """Ids of a text in which control markers mean themselves. restore: applied to the ordinary stretches."""
+        ids: list[int] = []
+        for part in self._split.split(text) if self._split else [text]:
+            if part in self.specials:
+                ids.append(self.specials[part])
+            elif part:
+                ids.extend(self.encode_text(restore(part)))
+        return ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """A raw prompt: control markers are honoured, and the checkpoint's BOS stands at its start exactly once."""
+        ids = self.encode(text)
+        return ids if self.bos_id is None or ids[:1] == [self.bos_id] else [self.bos_id, *ids]
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """The checkpoint's chat template over messages, ready for the answer. Markers inside a message are text."""
+        if self.template is None:
+            raise FasteaError("this checkpoint has no chat template; use --raw to continue the prompt as plain text")
+        # Markers in messages are written with private characters while the template is rendered and cut up.
+        text = "".join(m["content"] for m in messages)
+        free = (chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in text)
+        left, right = next(free), next(free)
+        order = list(self.specials)
+        hide = {marker: f"{left}{i}{right}" for i, marker in enumerate(order)}
+        hidden = [{**m, "content": self._replace_markers(m["content"], hide)} for m in messages]
+        rendered = self._render(hidden)
+        placeholder = re.compile(f"{left}(\\d+){right}")
+        ids = self.encode(rendered, lambda part: placeholder.sub(lambda m: order[int(m[1])], part))
+        doubled = self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]
+        if self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids = [self.bos_id, *ids]
+        return ids[1:] if doubled else ids
+
+    def _replace_markers(self, text: str, by: dict[str, str]) -> str:
+        return self._split.sub(lambda m: by[m[0]], text) if self._split else text
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = raise_exception
+        try:
+            template = environment.from_string(self.template or "")
+            return template.render(messages=messages, add_generation_prompt=True, **self.markers)
+        except jinja2.TemplateError as error:
+            raise FasteaError(f"the chat template refuses these messages ({error}); --raw works without it") from None
+
+    def token_bytes(self, ids: Iterable[int]) -> bytes:
+        count = len(self.pieces)
+        return b"".join(self.pieces[i] for i in ids if 0 <= i < count)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids from its start; broken UTF-8 becomes replacement marks."""
+        text = self.token_bytes(ids).decode("utf-8", "replace")
+        return text[1:] if self.strip_first_space and text.startswith(" ") else text
+
+
+class TextStream:
+    """Text of a continuation as its ids arrive. The pieces join to the one-shot decode of all ids, however
+    they are cut; an unfinished character is held back until it is whole or `finish` is called."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        return self._decoder.decode(self._tokenizer.token_bytes(ids))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes, character -> byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
+def _byte_level(piece: str) -> bytes:
+    if all(c in _BYTES for c in piece):
+        return bytes(_BYTES[c] for c in piece)
+    return piece.encode()  # an added token, written as it is
+
+
+def _metaspace(piece: str) -> bytes:
+    if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", piece):
+        return bytes([int(piece[3:5], 16)])
+    return piece.replace("\u2581", " ").encode()
+
+
+def from_sentencepiece(path: Path | None, proto: bytes | None = None, **settings: Any) -> Tokenizer:
+    """A tokenizer.model (or its serialized bytes)."""
+    import sentencepiece
+
+    sp = sentencepiece.SentencePieceProcessor()
+    try:
+        data = path.read_bytes() if path else proto
+        if not data or not sp.LoadFromSerializedProto(data):
+            raise RuntimeError("empty")
+    except (RuntimeError, OSError, TypeError):
+        hint = " (a git-lfs pointer; run 'git lfs pull')" if path and data and data[:12] == b"version http" else ""
+        raise FasteaError(f"{path}: not a sentencepiece model{hint}") from None
+    size = sp.GetPieceSize()
+    silent = [sp.IsControl(i) or sp.IsUnknown(i) for i in range(size)]
+    pieces = [b"" if silent[i] else _metaspace(sp.IdToPiece(i)) for i in range(size)]
+    specials = {sp.IdToPiece(i): i for i in range(size) if sp.IsControl(i)}
+    defaults = {
+        "bos_id": sp.bos_id() if sp.bos_id() >= 0 else None,
+        "stop_ids": [sp.eos_id()] if sp.eos_id() >= 0 else [],
+        "strip_first_space": sp.Encode("a", out_type=str)[:1] != ["a"],
+    }
+    return Tokenizer(lambda text: sp.Encode(text), pieces, specials, **(defaults | settings))
+
+
+def from_fast(backend: Any, **settings: Any) -> Tokenizer:
+    """A `tokenizers.Tokenizer` object. Its decoder says how ids stand for bytes."""
+    backend.encode_special_tokens = True  # markers in ordinary text stay text; ours are cut out before
+    described = json.loads(backend.to_str())
+    kinds = json.dumps([described.get("decoder"), described.get("pre_tokenizer")])
+    if '"ByteLevel"' in kinds:
+        to_bytes, strip = _byte_level, False
+    elif '"ByteFallback"' in kinds or '"Metaspace"' in kinds:
+        to_bytes, strip = _metaspace, '"Strip"' in kinds or '"Metaspace"' in kinds
+    else:
+        raise FasteaError(f"tokenizer.json: the decoder {described.get('decoder')!r} is not supported")
+    pieces = [b""] * backend.get_vocab_size(with_added_tokens=True)
+    for piece, i in backend.get_vocab(with_added_tokens=True).items():
+        if i >= len(pieces):
+            pieces.extend([b""] * (i + 1 - len(pieces)))
+        pieces[i] = to_bytes(piece)
+    specials = {}
+    for added in described.get("added_tokens", []):
+        pieces[added["id"]] = b"" if added["special"] else added["content"].encode()
+        if added["special"]:
+            specials[added["content"]] = added["id"]
+
+    def encode_text(text: str) -> list[int]:
+        return list(backend.encode(text, add_special_tokens=False).ids)
+
+    return Tokenizer(encode_text, pieces, specials, strip_first_space=strip, **settings)
+
+
+def from_folder(folder: Path, config_stops: Iterable[int]) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder: tokenizer.json, else tokenizer.model, with tokenizer_config.json,
+    chat_template.jinja and generation_config.json where they exist."""
+    from fastea.checkpoint import check_file, read_json
+
+    def optional(name: str) -> dict[str, Any]:
+        return read_json(folder / name) if (folder / name).is_file() else {}
+
+    config, generation = optional("tokenizer_config.json"), optional("generation_config.json")
+
+    def marker(name: str) -> str | None:
+        value = config.get(name)
+        return value["content"] if isinstance(value, dict) else value
+
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = next((t["template"] for t in template if t.get("name") == "default"), None)
+    if (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    stops = {*config_stops, *ids_of(generation.get("eos_token_id"))}
+    markers = {name: value for name in ("bos_token", "eos_token") if (value := marker(name))}
+    fast, model = folder / "tokenizer.json", folder / "tokenizer.model"
+    if fast.is_file():
+        import tokenizers
+
+        check_file(fast)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(fast))
+        except Exception as error:  # the library raises a bare Exception
+            raise FasteaError(f"{fast}: not a tokenizer file ({error})") from None
+        tokenizer = from_fast(backend)
+        default_bos = backend.encode("", add_special_tokens=True).ids  # what its post-processor puts first
+        adds_bos = config.get("add_bos_token", bool(default_bos))
+        bos = tokenizer.specials.get(markers.get("bos_token", ""), default_bos[0] if default_bos else None)
+    elif model.is_file():
+        check_file(model)
+        tokenizer = from_sentencepiece(model)
+        bos, adds_bos = tokenizer.bos_id, config.get("add_bos_token", True)
+        markers = {"bos_token": "<s>", "eos_token": "</s>"} | markers
+        for i, entry in config.get("added_tokens_decoder", {}).items():
+            if entry.get("special"):
+                tokenizer.specials.setdefault(entry["content"], int(i))
+    else:
+        raise FasteaError(f"{folder}: no tokenizer found (tokenizer.json or tokenizer.model)")
+    eos = tokenizer.specials.get(markers.get("eos_token", ""))
+    stops |= tokenizer.stop_ids | ({eos} if eos is not None else set())
+    return Tokenizer(
+        tokenizer.encode_text,
+        tokenizer.pieces,
+        tokenizer.specials,
+        bos_id=bos if adds_bos else None,
+        stop_ids=stops,
+        template=template,
+        markers=markers,
+        strip_first_space=tokenizer.strip_first_space,
+    )
+
+
+# GGUF names the splitting rule of byte-level vocabularies by one word.
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_GGUF_SPLITS: dict[str, list[Any]] = {
+    "smollm": ["digits"],
+    "gpt-2": [],
+    "llama-bpe": [_LLAMA3],
+    "llama3": [_LLAMA3],
+}
+
+
+def from_gguf(meta: dict[str, Any], where: str, config_stops: Iterable[int]) -> Tokenizer:
+    """The vocabulary inside a GGUF file: byte-level BPE ("gpt2") or sentencepiece ("llama")."""
+    tokens, types = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.token_type")
+    kind = meta.get("tokenizer.ggml.model")
+    if not tokens or not types or kind not in ("gpt2", "llama"):
+        raise FasteaError(f"{where}: the tokenizer {kind!r} is not supported (gpt2 and llama are)")
+    specials = {t: i for i, t in enumerate(tokens) if types[i] in (3, 4)}  # control and user-defined
+    control = {t: i for t, i in specials.items() if types[i] == 3}
+
+    def text_of(name: str) -> str:
+        i = meta.get(f"tokenizer.ggml.{name}_token_id")
+        return tokens[i] if i is not None else ""
+
+    adds_bos = meta.get("tokenizer.ggml.add_bos_token", kind == "llama")
+    settings: dict[str, Any] = {
+        "bos_id": meta.get("tokenizer.ggml.bos_token_id") if adds_bos else None,
+        "stop_ids": set(config_stops),
+        "template": meta.get("tokenizer.chat_template"),
+        "markers": {"bos_token": text_of("bos"), "eos_token": text_of("eos")},
+    }
+    if kind == "llama":
+        scores = meta.get("tokenizer.ggml.scores") or [0.0] * len(tokens)
+        space = bool(meta.get("tokenizer.ggml.add_space_prefix", True))
+        return from_sentencepiece(None, _sentencepiece_proto(tokens, scores, types, space), **settings)
+    return from_fast(_byte_level_bpe(meta, tokens, control, where), **settings)
+
+
+def _byte_level_bpe(meta: dict[str, Any], tokens: list[str], control: dict[str, int], where: str) -> Any:
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    rule = meta.get("tokenizer.ggml.pre", "gpt-2")
+    if rule not in _GGUF_SPLITS:
+        raise FasteaError(f"{where}: the pre-tokenizer {rule!r} is not supported ({', '.join(_GGUF_SPLITS)} are)")
+    merges = [tuple(m.split(" ", 1)) for m in meta.get("tokenizer.ggml.merges", [])]
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, ignore_merges=rule.startswith("llama"))
+    )
+    splits: list[Any] = []
+    for step in _GGUF_SPLITS[rule]:
+        if step == "digits":
+            splits.append(pre_tokenizers.Digits(individual_digits=True))
+        else:
+            splits.append(pre_tokenizers.Split(tokenizers.Regex(step), "isolated"))
+    by_regex = not any(s != "digits" for s in _GGUF_SPLITS[rule])
+    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_regex))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in control])
+    return backend
+
+
+def _sentencepiece_proto(tokens: list[str], scores: list[float], types: list[int], add_space: bool) -> bytes:
+    """A sentencepiece ModelProto (BPE with byte fallback), written by hand: the wire format is a few lines."""
+    import struct
+
+    def varint(value: int) -> bytes:
+        out = bytearray()
+        while value > 127:
+            out.append(value & 127 | 128)
+            value >>= 7
+        return bytes([*out, value])
+
+    def field(number: int, payload: bytes | int) -> bytes:
+        if isinstance(payload, int):
+            return varint(number << 3) + varint(payload)
+        return varint(number << 3 | 2) + varint(len(payload)) + payload
+
+    proto = b""
+    for token, score, kind in zip(tokens, scores, types, strict=True):
+        body = field(1, token.encode()) + varint(2 << 3 | 5) + struct.pack("<f", score) + field(3, int(kind))
+        proto += field(1, body)
+    trainer = field(3, 2) + field(4, len(tokens)) + field(35, 1)  # model_type BPE, vocab_size, byte_fallback
+    normalizer = field(1, b"identity") + field(3, int(add_space)) + field(4, 0) + field(5, 1)
+    return proto + field(2, trainer) + field(3, normalizer)

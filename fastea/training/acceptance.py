@@ -1,0 +1,57 @@
+"""How often drafts are accepted, by depth and child rank, measured by decoding held-out prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from fastea.generator import Generator
+from fastea.round import Outcome
+from fastea.tree import Tree
+
+
+class AcceptanceTable:
+    """Counts over rounds. For every node on an accepted path that has children, each child is one trial at its
+    (depth, rank), and the child that was accepted is a hit."""
+
+    def __init__(self, tree: Tree):
+        self.tree = tree
+        width = tree.children.shape[1]
+        self.trials, self.hits = torch.zeros(tree.depth_max + 1, width), torch.zeros(tree.depth_max + 1, width)
+
+    def add(self, outcome: Outcome) -> None:
+        paths, counts = outcome.path.tolist(), outcome.count.tolist()
+        for path, count in zip(paths, counts, strict=True):
+            for depth in range(count):
+                children = self.tree.children[path[depth]] >= 0
+                if depth < self.tree.depth_max:
+                    self.trials[depth + 1] += children
+                if depth:
+                    self.hits[depth, self.tree.rank[path[depth]]] += 1
+
+    def rates(self) -> list[list[float | None]]:
+        """[depth - 1][rank] acceptance, None where the tree has no such child."""
+        table = []
+        for trials, hits in zip(self.trials[1:].tolist(), self.hits[1:].tolist(), strict=True):
+            table.append([round(h / t, 4) if t else None for h, t in zip(hits, trials, strict=True)])
+        return table
+
+
+def measure(generator: Generator, prompts: list[str], max_new_tokens: int, **sampling: Any) -> dict[str, Any]:
+    """Decode every prompt; tokens per round (accepted drafts + 1, averaged over all rounds) and the table."""
+    table, rounds, tokens = AcceptanceTable(generator.tree), 0, 0
+    for prompt in tqdm(prompts, unit="prompt", desc="acceptance"):
+        run = generator.stream(prompt, max_new_tokens=max_new_tokens, observe=table.add, **sampling)
+        for _ in run:
+            pass
+        rounds += run.outputs[0].rounds
+        tokens += sum(run.outputs[0].accepted) + run.outputs[0].rounds
+    return {
+        "tree": generator.tree.name,
+        "prompts": len(prompts),
+        "rounds": rounds,
+        "tokens_per_round": round(tokens / max(1, rounds), 3),
+        "by_depth_and_rank": table.rates(),
+    }

@@ -1,0 +1,1 @@
+"""Operators with a plain-PyTorch definition, one file each."""

@@ -1,0 +1,160 @@
+"""Train an EAGLE-1 head for a target model.
+
+    python scripts/train_head.py --data answers.jsonl --out my-head
+    python scripts/train_head.py --checkpoint FOLDER --data prompts.jsonl --out my-head --time-budget 60
+
+--data holds JSON lines with "prompt" and "answer" (optionally "finished", "looping"); lines without an answer are
+answered by the target first. Answers, features and checkpoints are kept in the cache folder (--work); an interrupted
+run goes on with --resume.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastea.checkpoint import fingerprint
+from fastea.config import FasteaError
+from fastea.demo import cache_folder, demo_model
+from fastea.eagle import load_head, save_head
+from fastea.loading import load
+from fastea.training.acceptance import measure
+from fastea.training.answers import write_answers
+from fastea.training.data import make_samples, read_lines
+from fastea.training.features import FeatureStore
+from fastea.training.train import Recipe, Trainer
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", help="target model: a folder or a .gguf file (default: the demo model)")
+    parser.add_argument("--data", type=Path, required=True, help="JSON lines (.jsonl or .jsonl.gz)")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the head")
+    parser.add_argument(
+        "--work", type=Path, help="folder for answers, features and checkpoints (default: in the cache)"
+    )
+    parser.add_argument("--held-out", type=int, default=300, help="samples kept out of training (default 300)")
+    parser.add_argument("--limit", type=int, help="use this many training samples at most")
+    parser.add_argument("--max-len", type=int, default=384, help="longest sequence in tokens (default 384)")
+    parser.add_argument("--system", help="system message of the training prompts (default: the template's own)")
+    parser.add_argument("--time-budget", type=float, help="minutes of training; the learning rate decays with it")
+    parser.add_argument("--resume", action="store_true", help="go on from the work folder's checkpoint")
+    parser.add_argument("--answer-tokens", type=int, default=192, help="longest answer made here (default 192)")
+    parser.add_argument("--answer-batch", type=int, default=32, help="prompts answered together (default 32)")
+    parser.add_argument("--answer-temperature", type=float, default=0.0, help="0 = greedy answers (default)")
+    parser.add_argument("--acceptance-prompts", type=int, default=40, help="held-out prompts for the card (default 40)")
+    for item in fields(Recipe):
+        kind = type(item.default)
+        parser.add_argument(f"--{item.name.replace('_', '-')}", type=kind, default=item.default)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    try:
+        train(args)
+    except FasteaError as error:
+        print(f"train_head: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("train_head: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+def train(args: argparse.Namespace) -> None:
+    checkpoint = Path(args.checkpoint) if args.checkpoint else demo_model()
+    work = args.work or cache_folder() / "training" / checkpoint.stem
+    work.mkdir(parents=True, exist_ok=True)
+    rows = answered(read_lines(args.data), checkpoint, work, args)
+    generator = load(checkpoint, head="none", drafter="none", max_seq_len=args.max_len, dtype="float32")
+    model, tokenizer = generator.model, generator.tokenizer
+    samples = make_samples(rows, tokenizer, args.system, args.max_len)
+    if len(samples) < 2 * args.held_out:
+        raise FasteaError(
+            f"{args.data}: {len(samples)} usable samples; --held-out {args.held_out} needs at least twice as many"
+        )
+    held = FeatureStore(work / "held", samples[-args.held_out :], model.config.hidden_size)
+    store = FeatureStore(work / "train", samples[: -args.held_out], model.config.hidden_size)
+    held.fill(model)
+    store.fill(model, limit=args.limit)
+    recipe = Recipe(**{item.name: getattr(args, item.name) for item in fields(Recipe)})
+    trainer = Trainer(model, store, held, recipe, work / "run")
+    if args.resume and trainer.resume():
+        print(f"resumed at step {trainer.step} of {trainer.total}", file=sys.stderr)
+    trainer.run(args.time_budget * 60 if args.time_budget else None)
+    used = store.samples[: len(store)]
+    card: dict[str, Any] = {
+        "target": fingerprint(model),
+        "data": {
+            "samples": len(used),
+            "tokens": sum(len(s.tokens) for s in used),
+            "answer_tokens": sum(len(s.tokens) - s.answer_start for s in used),
+        },
+        "recipe": asdict(recipe),
+        "steps": trainer.step,
+        "seconds": round(trainer.seconds),
+        "held_out_top": trainer.evaluate(),
+    }
+    head = trainer.finished()
+    save_head(head, args.out, card)
+    plot(trainer.folder / "log.jsonl", args.out / "training.png")
+    prompts = [r["prompt"] for r in rows if r.get("answer") and not r.get("looping")][-args.acceptance_prompts :]
+    del generator
+    used_head = load(checkpoint, head=args.out, tree="eagle1")
+    card["acceptance"] = {
+        "greedy": measure(used_head, prompts, 96),
+        "temperature 0.8": measure(used_head, prompts, 96, temperature=0.8, seed=0),
+    }
+    save_head(load_head(args.out, used_head.model, torch.float32, "cpu"), args.out, card)
+    print(json.dumps({"held_out_top": card["held_out_top"], **card["acceptance"]}))
+
+
+def answered(
+    rows: list[dict[str, Any]], checkpoint: Path, work: Path, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The rows with answers; those without are answered by the target, into the work folder."""
+    open_prompts = [r["prompt"] for r in rows if not r.get("answer")]
+    if not open_prompts:
+        return rows
+    target = load(checkpoint, head="none", drafter="none", max_seq_len=args.max_len + args.answer_tokens)
+    kept = [p for p in open_prompts if len(target.encode(p, args.system)) + args.answer_tokens <= target.max_seq_len]
+    out = work / "answers.jsonl"
+    write_answers(target, kept, out, args.answer_batch, args.answer_tokens, args.answer_temperature, args.seed)
+    return [r for r in rows if r.get("answer")] + read_lines(out)
+
+
+def plot(log: Path, out: Path) -> None:
+    """Losses and held-out acceptance over the steps; matplotlib is optional."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed (pip install -e '.[train]')", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    losses = [e for e in entries if "token" in e]
+    held = [e for e in entries if "held" in e]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    left.plot([e["step"] for e in losses], [e["token"] for e in losses], label="cross-entropy")
+    left.plot([e["step"] for e in losses], [e["feature"] for e in losses], label="SmoothL1 on features")
+    left.set(xlabel="step", ylabel="training loss")
+    left.legend()
+    for k in range(4):
+        right.plot([e["step"] for e in held], [e["held"]["top"][k] for e in held], label=f"top {k + 1}")
+    right.set(xlabel="step", ylabel="held-out share of target tokens", ylim=(0, 1))
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
