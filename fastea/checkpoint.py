@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,8 @@ def check_safetensors(path: Path) -> None:
             raise FasteaError(f"{path}: not a safetensors file, or cut in its header (have {size} bytes)")
         try:
             header = json.loads(f.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError):
+            ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
             raise FasteaError(f"{path}: not a safetensors file (its header is not valid)") from None
     expected = 8 + length + max(ends, default=0)
     if size < expected:
@@ -85,9 +85,10 @@ def read_bin(path: Path) -> Tensors:
             f"{path}: refused: not a plain file of tensors (its pickle is broken or would run code); "
             "convert it to safetensors where you trust it"
         ) from None
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise FasteaError(f"{path}: truncated or not a torch file ({str(error).splitlines()[0]})") from None
-    if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
+    except Exception as error:  # torch raises whatever the broken bytes lead to
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise FasteaError(f"{path}: truncated or not a torch file ({why})") from None
+    if not isinstance(state, dict) or not all(isinstance(n, str) and torch.is_tensor(t) for n, t in state.items()):
         raise FasteaError(f"{path}: a dictionary of tensors is expected")
     yield from state.items()
 
@@ -100,7 +101,8 @@ def find_weights(folder: Path) -> list[Path]:
         ("pytorch_model.bin.index.json", "pytorch_model.bin"),
     ):
         if (folder / index).is_file():
-            names = sorted(set(read_json(folder / index).get("weight_map", {}).values()))
+            shards = read_json(folder / index).get("weight_map")
+            names = sorted({str(n) for n in shards.values()}) if isinstance(shards, dict) else []
             missing = [n for n in names if not (folder / n).is_file()]
             if names and not missing:
                 return [folder / n for n in names]
@@ -142,6 +144,8 @@ class Gguf:
             name = _gguf_name(tensor.name)
             if name.endswith(("q_proj.weight", "k_proj.weight")):  # GGUF stores rotary pairs side by side
                 heads = config.num_heads if "q_proj" in name else config.num_kv_heads
+                if data.shape[0] != heads * config.head_dim:
+                    raise FasteaError(f"{self.path}: {tensor.name} is {tuple(data.shape)}, not {heads} heads")
                 data = data.view(heads, config.head_dim // 2, 2, -1).transpose(1, 2).reshape(data.shape)
             yield name, data
 
@@ -204,6 +208,21 @@ def our_name(name: str) -> tuple[str, int, int] | None:
     return None
 
 
+def _named(ours: str, got: Collection[int]) -> str:
+    """One of our parameters and, in brackets, Hugging Face's names of the parts of it that have not come."""
+    stem = ours.rpartition(".")[0]
+    parts = [name for name, part in _WHOLE.items() if part == stem]
+    parts += [name for name, (part, i, _) in _LAYER_PARTS.items() if stem.endswith(f".{part}") and i not in got]
+    return f"{ours} ({', '.join(parts)})" if parts else ours
+
+
+def _part_shape(whole: torch.Size, part: int, count: int, config: ModelConfig) -> tuple[int, ...]:
+    """Shape of one of the parts that are fused along the outputs: all, half (gate, up) or heads (q, k, v)."""
+    if count == 3:
+        return ((config.num_kv_heads if part else config.num_heads) * config.head_dim, *whole[1:])
+    return (whole[0] // count, *whole[1:])
+
+
 def assign_tensors(model: torch.nn.Module, tensors: Tensors, dtype: torch.dtype, device: str, where: str) -> None:
     """Fill a meta-device model in place, fusing parts as they come. Raises FasteaError on any tensor that is
     unexpected, missing or of another shape."""
@@ -216,19 +235,19 @@ def assign_tensors(model: torch.nn.Module, tensors: Tensors, dtype: torch.dtype,
             unexpected.append(name)
             continue
         ours, part, count = target
+        shape = _part_shape(wanted[ours].shape, part, count, model.config)  # type: ignore[arg-type]
+        if tuple(tensor.shape) != shape:
+            raise FasteaError(f"{where}: {name} is {tuple(tensor.shape)}, where the configuration asks for {shape}")
         got = parts.setdefault(ours, {})
         got[part] = tensor
         if len(got) < count:
             continue
         whole = got[0] if count == 1 else torch.cat([got[i] for i in range(count)])
         del parts[ours]
-        if whole.shape != wanted[ours].shape:
-            shapes = f"{tuple(whole.shape)}, where the configuration asks for {tuple(wanted[ours].shape)}"
-            raise FasteaError(f"{where}: {name} makes {ours} {shapes}")
         model.load_state_dict({ours: whole.to(device=device, dtype=dtype)}, strict=False, assign=True)
     if unexpected:
         raise FasteaError(f"{where}: unexpected tensors: {_some(unexpected)}")
-    missing = [name for name, p in model.named_parameters() if p.is_meta]
+    missing = [_named(ours, parts.get(ours, ())) for ours, p in model.named_parameters() if p.is_meta]
     if missing:
         raise FasteaError(f"{where}: missing tensors for: {_some(missing)}")
 

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastea.config import FasteaError
+from fastea.loading import load
+from fastea.runtime import note
+from fastea.sampling import Sampling
 
 
 def parser() -> argparse.ArgumentParser:
@@ -121,10 +124,6 @@ def run(args: argparse.Namespace) -> int:
     prompt = read_prompt(args.prompt)
     if args.num_samples < 1:
         raise FasteaError(f"--num-samples {args.num_samples} is not possible; it must be at least 1")
-    from fastea.loading import load  # torch and the rest only now: --help and bad flags answer at once
-    from fastea.runtime import note
-    from fastea.sampling import Sampling
-
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed).with_seed()
     model = load(
         args.checkpoint, args.head, drafter=args.drafter, tree=args.tree, accept=args.accept, exact=args.exact,

@@ -88,7 +88,8 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
             raise FasteaError(f"{where}: {key} = {raw[key]!r} is not supported (only {allowed[0]!r})")
     try:
         hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
-        theta, scaling = _rope(raw, where)
+        trained = int(raw.get("max_position_embeddings") or 2048)
+        theta, scaling = _rope(raw, trained, where)
         return ModelConfig(
             hidden_size=hidden,
             intermediate_size=int(raw["intermediate_size"]),
@@ -100,7 +101,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
             norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
-            max_position=int(raw.get("max_position_embeddings") or 2048),
+            max_position=_reach(trained, scaling),
             tied=bool(raw.get("tie_word_embeddings", False)),
             eos_ids=ids_of(raw.get("eos_token_id")),
             bos_id=next(iter(ids_of(raw.get("bos_token_id"))), None),
@@ -108,25 +109,31 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
         )
     except KeyError as missing:
         raise FasteaError(f"{where}: the key {missing} is missing") from None
-    except (TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise FasteaError(f"{where}: a value is not what it should be ({error})") from None
 
 
-def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+def _reach(trained: int, scaling: RopeScaling | None) -> int:
+    """Context limit: linear and dynamic scaling stretch the stated one, llama3's configurations state the result."""
+    return trained if scaling is None or scaling.kind == "llama3" else int(trained * scaling.factor)
+
+
+def _rope(raw: Mapping[str, Any], trained: int, where: str) -> tuple[float, RopeScaling | None]:
     """Base and scaling from `rope_parameters` (new spelling) or `rope_theta` + `rope_scaling` (old)."""
-    new = raw.get("rope_parameters") or {}
-    theta = float(new.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    scaling = new or raw.get("rope_scaling") or {}
+    scaling = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}
+    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    if scaling.get("partial_rotary_factor") not in (1, None):
+        raise FasteaError(f"{where}: rotation of a part of the head (partial_rotary_factor) is not supported")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return theta, None
     if kind not in ("linear", "dynamic", "llama3"):
         raise FasteaError(f"{where}: rope scaling {kind!r} is not supported (default, linear, dynamic, llama3 are)")
-    trained = int(raw.get("max_position_embeddings") or 2048)
+    stated = scaling.get("original_max_position_embeddings") if kind == "llama3" else None  # else not read, as in HF
     return theta, RopeScaling(
         kind=kind,
         factor=float(scaling["factor"]),
-        original_max_position=int(scaling.get("original_max_position_embeddings") or trained),
+        original_max_position=int(stated or trained),
         low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
         high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
     )
@@ -145,12 +152,11 @@ def config_from_gguf(meta: Mapping[str, Any], where: str) -> ModelConfig:
         head_dim = int(meta.get("llama.attention.key_length") or hidden // heads)
         if int(meta.get("llama.rope.dimension_count", head_dim)) != head_dim:
             raise FasteaError(f"{where}: rotation of a part of the head (llama.rope.dimension_count) is not supported")
-        kind = meta.get("llama.rope.scaling.type", "none")
+        kind = meta.get("llama.rope.scaling.type", "linear")  # llama.cpp's default, by a factor of 1
         if kind not in ("none", "linear"):
             raise FasteaError(f"{where}: rope scaling {kind!r} is not supported in a GGUF file (none and linear are)")
-        scaling = None
-        if kind == "linear":
-            scaling = RopeScaling("linear", float(meta["llama.rope.scaling.factor"]), context)
+        factor = float(meta.get("llama.rope.scaling.factor") or meta.get("llama.rope.scale_linear") or 1.0)
+        scaling = RopeScaling("linear", factor, context) if kind == "linear" and factor != 1.0 else None
         stops = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
         return ModelConfig(
             hidden_size=hidden,
@@ -163,12 +169,14 @@ def config_from_gguf(meta: Mapping[str, Any], where: str) -> ModelConfig:
             norm_eps=float(meta["llama.attention.layer_norm_rms_epsilon"]),
             rope_theta=float(meta.get("llama.rope.freq_base", 10000.0)),
             rope_scaling=scaling,
-            max_position=context,
+            max_position=_reach(context, scaling),
             eos_ids=tuple(int(s) for s in stops if s is not None),
             bos_id=meta.get("tokenizer.ggml.bos_token_id"),
         )
     except KeyError as missing:
         raise FasteaError(f"{where}: the metadata key {missing} is missing") from None
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise FasteaError(f"{where}: a metadata value is not what it should be ({error})") from None
 
 
 def rope_frequencies(config: ModelConfig) -> torch.Tensor:

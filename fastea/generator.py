@@ -135,12 +135,12 @@ class Generator:
             if self.drafter:
                 self.drafter.prefill(tokens[None, at + 1 : at + 1 + CHUNK], features, start, draft)
         last = features[0, (len(ids) - 1) % CHUNK]
-        logits = self.round.logits(last[None, None])
+        logits = self.round.logits(last[None])
         if bool(logits.isnan().any()):
             raise FasteaError(_NAN)
         chosen_at = torch.tensor([[len(ids)]], device=self.device)
         key = noise_key(state.seed, state.stream[row : row + 1], chosen_at, PICK)
-        first = pick(logits, torch.zeros(1, dtype=torch.int64, device=self.device), key, state.sampling)[0, 0]
+        first = pick(logits, key[:, 0], state.sampling)[0]
         state.begin(row, tokens[: len(ids)], last, first)
         return int(first)
 
@@ -150,6 +150,14 @@ class Generator:
         if not bool((outcome.finite | state.done).all()):
             raise FasteaError(_NAN)
         return outcome
+
+    def plain(self) -> Generator:
+        """The same model and settings without a drafter, sharing the weights: what speculation is compared with."""
+        info = self.info | {"tree": "none", "head": "none"}
+        return Generator(
+            self.model, self.tokenizer, None, max_seq_len=self.max_seq_len, row_block=self.row_block,
+            compile=self.compile, info=info,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Give the model's memory back; the object is of no use afterwards."""

@@ -8,7 +8,7 @@ import torch
 
 from fastea.drafters import Draft, Drafter
 from fastea.llama import Llama
-from fastea.sampling import PICK, noise_key, pick, walk, walk_by_rejection
+from fastea.sampling import PICK, noise_key, walk, walk_by_rejection
 from fastea.state import DecodeState
 from fastea.tree import Tree
 
@@ -64,8 +64,8 @@ class Round:
                 draft.tokens, logits, draft.probs, tree, state.sampling, state.seed, state.stream, chosen_at
             )
         else:
-            key = noise_key(state.seed, state.stream, chosen_at, PICK)
-            path, count, emitted = walk(draft.tokens, pick(logits, tree.depth, key, state.sampling), tree)
+            keys = noise_key(state.seed, state.stream, chosen_at, PICK)
+            path, count, emitted = walk(draft.tokens, logits, keys, tree, state.sampling)
         return self.commit(state, features, logits, path, count, emitted)
 
     def commit(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fastea.config import FasteaError
+from fastea.kernels.nucleus import nucleus_cut
 from fastea.tree import Tree
 
 # Separate noise for the pick, and for the three draws of rejection sampling, which must not share it.
@@ -100,42 +101,44 @@ def log_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         last = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
         scores = torch.log_softmax(scores.masked_fill(scores < last, -torch.inf), dim=-1)
     if sampling.top_p < 1:
-        likely = scores.topk(min(sampling.top_k or vocab, vocab), dim=-1).values
-        before = likely.exp().cumsum(-1) - likely.exp()
-        last = likely.masked_fill(before >= sampling.top_p, torch.inf).amin(-1, keepdim=True)
-        scores = torch.log_softmax(scores.masked_fill(scores < last, -torch.inf), dim=-1)
+        cut = nucleus_cut(scores, sampling.top_p)
+        scores = torch.log_softmax(scores.masked_fill(scores < cut, -torch.inf), dim=-1)
     return scores
 
 
-def pick(logits: torch.Tensor, depth: torch.Tensor, key: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The token that the target emits after every row. logits: [B, N, V]; depth: [N] row of key for each node;
-    key: [B, D+1] noise keys (positions of the chosen tokens). Returns ids [B, N]; ties go to the lowest id."""
+def pick(logits: torch.Tensor, key: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The token that the target emits. logits: [B, V]; key: [B] noise keys of its position. Returns ids [B]; ties go
+    to the lowest id."""
     if sampling.greedy:
         return logits.argmax(-1)
     noise = gumbel(key, torch.arange(logits.shape[-1], device=logits.device))
-    return (log_probs(logits, sampling) + noise[:, depth]).argmax(-1)
+    return (log_probs(logits, sampling) + noise).argmax(-1)
 
 
-def walk(tokens: torch.Tensor, picks: torch.Tensor, tree: Tree) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Follow the picks from the root while they are children.
+def walk(
+    tokens: torch.Tensor, logits: torch.Tensor, keys: torch.Tensor, tree: Tree, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pick at the root; while the pick is a child of the node, step into it and pick there.
 
-    tokens, picks: [B, N]. Returns path [B, D+1] (slots of root and accepted nodes; j where nothing was accepted at
-    depth j), count [B] = accepted nodes + 1, emitted [B, D+1] (the accepted tokens, then the target's own).
+    tokens: [B, N]; logits: [B, N, V]; keys: [B, D+1] noise keys of the tokens chosen at each depth. Returns path
+    [B, D+1] (slots of root and accepted nodes; j where nothing was accepted at depth j), count [B] = accepted nodes
+    + 1, emitted [B, D+1] (the accepted tokens, then the target's own; the first count[b] of row b are real).
     """
+    batch = torch.arange(tokens.shape[0], device=tokens.device)
     node = torch.zeros_like(tokens[:, 0])
     alive = torch.ones_like(node, dtype=torch.bool)
     path, count, emitted = [node], torch.ones_like(node), []
-    for depth in range(1, tree.depth_max + 1):
-        wanted = picks.gather(1, node[:, None])
-        emitted.append(wanted[:, 0])
+    for depth in range(tree.depth_max + 1):
+        emitted.append(pick(logits[batch, node], keys[:, depth], sampling))
+        if depth == tree.depth_max:
+            break
         children = tree.children[node]  # [B, C]
-        match = (tokens.gather(1, children.clamp(min=0)) == wanted) & (children >= 0)
+        match = (tokens.gather(1, children.clamp(min=0)) == emitted[-1][:, None]) & (children >= 0)
         alive = alive & match.any(1)
         child = children.gather(1, match.int().argmax(1, keepdim=True))[:, 0]
         node = torch.where(alive, child, node)
-        path.append(torch.where(alive, child, depth))
+        path.append(torch.where(alive, child, depth + 1))
         count = count + alive
-    emitted.append(picks.gather(1, node[:, None])[:, 0])
     return torch.stack(path, 1), count, torch.stack(emitted, 1)
 
 

@@ -21,10 +21,11 @@ Message = dict[str, str]
 class Tokenizer:
     """One vocabulary.
 
-    encode_text: ordinary text -> ids, markers in it stay text. pieces: the bytes of every id. specials: control
-    marker -> id. stop_ids: ids that end an answer. template: Jinja chat template or None. bos_id: put before raw
-    prompts, None where the checkpoint adds none. strip_first_space: whether a text decoded from its start drops
-    the space that sentencepiece puts before it.
+    encode_text: ordinary text -> ids, markers in it stay text. encode_later: the same after a control marker, where
+    that differs (no space is put before it). pieces: the bytes of every id. specials: control marker -> id.
+    stop_ids: ids that end an answer. template: Jinja chat template or None. bos_id: put before raw prompts, None
+    where the checkpoint adds none. strip_first_space: whether a text decoded from its start drops the space that
+    sentencepiece puts before it.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class Tokenizer:
         template: str | None = None,
         markers: dict[str, str] | None = None,
         strip_first_space: bool = False,
+        encode_later: Callable[[str], list[int]] | None = None,
     ):
         self.encode_text, self.pieces, self.specials = encode_text, pieces, specials
+        self.encode_later = encode_later or encode_text
         self.bos_id, self.stop_ids, self.template = bos_id, frozenset(stop_ids), template
         self.markers = markers or {}  # bos_token and eos_token, as templates name them
         self.strip_first_space = strip_first_space
@@ -52,11 +55,11 @@ class Tokenizer:
     def encode(self, text: str, restore: Callable[[str], str] = lambda s: s) -> list[int]:
         """Ids of a text in which control markers mean themselves. restore: applied to the ordinary stretches."""
         ids: list[int] = []
-        for part in self._split.split(text) if self._split else [text]:
+        for at, part in enumerate(self._split.split(text) if self._split else [text]):
             if part in self.specials:
                 ids.append(self.specials[part])
             elif part:
-                ids.extend(self.encode_text(restore(part)))
+                ids.extend((self.encode_later if at else self.encode_text)(restore(part)))
         return ids
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -93,13 +96,16 @@ class Tokenizer:
         def raise_exception(message: str) -> None:
             raise jinja2.TemplateError(message)
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.globals["raise_exception"] = raise_exception
         try:
             template = environment.from_string(self.template or "")
             return template.render(messages=messages, add_generation_prompt=True, **self.markers)
-        except jinja2.TemplateError as error:
-            raise FasteaError(f"the chat template refuses these messages ({error}); --raw works without it") from None
+        except Exception as error:  # a template is a program: it can fail in any way
+            reason = " ".join(str(error).split())
+            raise FasteaError(f"the chat template refuses these messages ({reason}); --raw works without it") from None
 
     def token_bytes(self, ids: Iterable[int]) -> bytes:
         count = len(self.pieces)
@@ -148,35 +154,35 @@ def _metaspace(piece: str) -> bytes:
     return piece.replace("\u2581", " ").encode()
 
 
-def from_sentencepiece(path: Path | None, proto: bytes | None = None, **settings: Any) -> Tokenizer:
-    """A tokenizer.model (or its serialized bytes)."""
+def from_sentencepiece(model: bytes, where: str, **settings: Any) -> Tokenizer:
+    """model: the contents of a tokenizer.model; where: its path, for messages."""
     import sentencepiece
 
     sp = sentencepiece.SentencePieceProcessor()
     try:
-        data = path.read_bytes() if path else proto
-        if not data or not sp.LoadFromSerializedProto(data):
-            raise RuntimeError("empty")
-    except (RuntimeError, OSError, TypeError):
-        hint = " (a git-lfs pointer; run 'git lfs pull')" if path and data and data[:12] == b"version http" else ""
-        raise FasteaError(f"{path}: not a sentencepiece model{hint}") from None
+        sp.LoadFromSerializedProto(model)
+    except RuntimeError as error:
+        raise FasteaError(f"{where}: not a sentencepiece model ({' '.join(str(error).split())})") from None
     size = sp.GetPieceSize()
-    silent = [sp.IsControl(i) or sp.IsUnknown(i) for i in range(size)]
+    silent = [sp.IsControl(i) or sp.IsUnknown(i) or sp.IsUnused(i) for i in range(size)]
     pieces = [b"" if silent[i] else _metaspace(sp.IdToPiece(i)) for i in range(size)]
     specials = {sp.IdToPiece(i): i for i in range(size) if sp.IsControl(i)}
     defaults = {
         "bos_id": sp.bos_id() if sp.bos_id() >= 0 else None,
         "stop_ids": [sp.eos_id()] if sp.eos_id() >= 0 else [],
-        "strip_first_space": sp.Encode("a", out_type=str)[:1] != ["a"],
+        "strip_first_space": sp.Encode("a", out_type=str)[0].startswith("\u2581"),
     }
     return Tokenizer(lambda text: sp.Encode(text), pieces, specials, **(defaults | settings))
 
 
 def from_fast(backend: Any, **settings: Any) -> Tokenizer:
     """A `tokenizers.Tokenizer` object. Its decoder says how ids stand for bytes."""
-    backend.encode_special_tokens = True  # markers in ordinary text stay text; ours are cut out before
     described = json.loads(backend.to_str())
     kinds = json.dumps([described.get("decoder"), described.get("pre_tokenizer")])
+    later = None
+    if '"prepend_scheme": "first"' in kinds:  # a space before the text's first word only, not after each marker
+        plain = json.dumps(described).replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
+        later = _encoder(type(backend).from_str(plain))
     if '"ByteLevel"' in kinds:
         to_bytes, strip = _byte_level, False
     elif '"ByteFallback"' in kinds or '"Metaspace"' in kinds:
@@ -194,10 +200,15 @@ def from_fast(backend: Any, **settings: Any) -> Tokenizer:
         if added["special"]:
             specials[added["content"]] = added["id"]
 
-    def encode_text(text: str) -> list[int]:
-        return list(backend.encode(text, add_special_tokens=False).ids)
+    return Tokenizer(_encoder(backend), pieces, specials, strip_first_space=strip, encode_later=later, **settings)
 
-    return Tokenizer(encode_text, pieces, specials, strip_first_space=strip, **settings)
+
+def _encoder(backend: Any) -> Callable[[str], list[int]]:
+    """Ordinary text -> all its ids: markers stay text (ours are cut out before), nothing is cut or padded."""
+    backend.encode_special_tokens = True
+    backend.no_truncation()
+    backend.no_padding()
+    return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
 
 
 def from_folder(folder: Path, config_stops: Iterable[int]) -> Tokenizer:
@@ -221,6 +232,11 @@ def from_folder(folder: Path, config_stops: Iterable[int]) -> Tokenizer:
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     stops = {*config_stops, *ids_of(generation.get("eos_token_id"))}
     markers = {name: value for name in ("bos_token", "eos_token") if (value := marker(name))}
+
+    def is_marker(added: str) -> bool:
+        """Control markers by name or by look, which some checkpoints forget to declare special."""
+        return added in markers.values() or bool(re.fullmatch(r"<[|\uff5c].*[|\uff5c]>", added))
+
     fast, model = folder / "tokenizer.json", folder / "tokenizer.model"
     if fast.is_file():
         import tokenizers
@@ -230,18 +246,22 @@ def from_folder(folder: Path, config_stops: Iterable[int]) -> Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(fast))
         except Exception as error:  # the library raises a bare Exception
             raise FasteaError(f"{fast}: not a tokenizer file ({error})") from None
+        added = [t.content for t in backend.get_added_tokens_decoder().values() if not t.special]
+        backend.add_special_tokens([t for t in added if is_marker(t)])
         tokenizer = from_fast(backend)
         default_bos = backend.encode("", add_special_tokens=True).ids  # what its post-processor puts first
         adds_bos = config.get("add_bos_token", bool(default_bos))
         bos = tokenizer.specials.get(markers.get("bos_token", ""), default_bos[0] if default_bos else None)
     elif model.is_file():
         check_file(model)
-        tokenizer = from_sentencepiece(model)
+        tokenizer = from_sentencepiece(model.read_bytes(), str(model))
         bos, adds_bos = tokenizer.bos_id, config.get("add_bos_token", True)
         markers = {"bos_token": "<s>", "eos_token": "</s>"} | markers
         for i, entry in config.get("added_tokens_decoder", {}).items():
-            if entry.get("special"):
+            if entry.get("special") or is_marker(entry["content"]):
                 tokenizer.specials.setdefault(entry["content"], int(i))
+        beyond = max(tokenizer.specials.values(), default=-1) + 1 - len(tokenizer)
+        tokenizer.pieces.extend([b""] * beyond)  # they may be generated too: ids past the pieces never are
     else:
         raise FasteaError(f"{folder}: no tokenizer found (tokenizer.json or tokenizer.model)")
     eos = tokenizer.specials.get(markers.get("eos_token", ""))
@@ -255,6 +275,7 @@ def from_folder(folder: Path, config_stops: Iterable[int]) -> Tokenizer:
         template=template,
         markers=markers,
         strip_first_space=tokenizer.strip_first_space,
+        encode_later=tokenizer.encode_later,
     )
 
 
@@ -277,14 +298,13 @@ def from_gguf(meta: dict[str, Any], where: str, config_stops: Iterable[int]) -> 
     kind = meta.get("tokenizer.ggml.model")
     if not tokens or not types or kind not in ("gpt2", "llama"):
         raise FasteaError(f"{where}: the tokenizer {kind!r} is not supported (gpt2 and llama are)")
-    specials = {t: i for i, t in enumerate(tokens) if types[i] in (3, 4)}  # control and user-defined
-    control = {t: i for t, i in specials.items() if types[i] == 3}
+    rule = meta.get("tokenizer.ggml.pre", "gpt-2")
 
     def text_of(name: str) -> str:
         i = meta.get(f"tokenizer.ggml.{name}_token_id")
         return tokens[i] if i is not None else ""
 
-    adds_bos = meta.get("tokenizer.ggml.add_bos_token", kind == "llama")
+    adds_bos = meta.get("tokenizer.ggml.add_bos_token", kind == "llama" or rule.startswith("llama"))
     settings: dict[str, Any] = {
         "bos_id": meta.get("tokenizer.ggml.bos_token_id") if adds_bos else None,
         "stop_ids": set(config_stops),
@@ -294,17 +314,20 @@ def from_gguf(meta: dict[str, Any], where: str, config_stops: Iterable[int]) -> 
     if kind == "llama":
         scores = meta.get("tokenizer.ggml.scores") or [0.0] * len(tokens)
         space = bool(meta.get("tokenizer.ggml.add_space_prefix", True))
-        return from_sentencepiece(None, _sentencepiece_proto(tokens, scores, types, space), **settings)
-    return from_fast(_byte_level_bpe(meta, tokens, control, where), **settings)
+        return from_sentencepiece(_sentencepiece_proto(tokens, scores, types, space), where, **settings)
+    if rule not in _GGUF_SPLITS:
+        raise FasteaError(f"{where}: the pre-tokenizer {rule!r} is not supported ({', '.join(_GGUF_SPLITS)} are)")
+    tokenizer = from_fast(_byte_level_bpe(meta, tokens, types, rule), **settings)
+    for i in range(len(tokens)):
+        if types[i] == 5:  # unused: the vocabulary's padding
+            tokenizer.pieces[i] = b""
+    return tokenizer
 
 
-def _byte_level_bpe(meta: dict[str, Any], tokens: list[str], control: dict[str, int], where: str) -> Any:
+def _byte_level_bpe(meta: dict[str, Any], tokens: list[str], types: list[int], rule: str) -> Any:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    rule = meta.get("tokenizer.ggml.pre", "gpt-2")
-    if rule not in _GGUF_SPLITS:
-        raise FasteaError(f"{where}: the pre-tokenizer {rule!r} is not supported ({', '.join(_GGUF_SPLITS)} are)")
     merges = [tuple(m.split(" ", 1)) for m in meta.get("tokenizer.ggml.merges", [])]
     backend = tokenizers.Tokenizer(
         models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, ignore_merges=rule.startswith("llama"))
@@ -319,7 +342,8 @@ def _byte_level_bpe(meta: dict[str, Any], tokens: list[str], control: dict[str, 
     splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_regex))
     backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in control])
+    added = [(t, kind == 3) for t, kind in zip(tokens, types, strict=True) if kind in (3, 4)]  # control, user-defined
+    backend.add_tokens([tokenizers.AddedToken(t, special=control, normalized=False) for t, control in added])
     return backend
 
 

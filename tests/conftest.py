@@ -92,3 +92,40 @@ def demo_gguf() -> Path:
     from fastea.demo import demo_model
 
     return demo_model()
+
+
+def random_paths(seed: int, nodes: int = 20) -> list[tuple[int, ...]]:
+    """A random tree without rank gaps: up to `nodes` drafted nodes, depth up to 7."""
+    import random
+
+    rng = random.Random(seed)
+    children = {(): 0}
+    for _ in range(rng.randint(1, nodes)):
+        parent = rng.choice([p for p in children if len(p) < 7])
+        children[(*parent, children[parent])] = 0
+        children[parent] += 1
+    return [p for p in children if p]
+
+
+WORDS = [
+    "Once upon a time, there was a cat.",
+    "Be kind. hello hi there again",
+    "USER: hello ASSISTANT: hi there [INST] hello [/INST]",
+    "12345 12345 12345 2024 2024 2024",
+] * 3
+
+
+@pytest.fixture(scope="session")
+def llama_model() -> bytes:
+    """A sentencepiece model made as LLaMA's: BPE with byte fallback, unk 0, bos 1, eos 2, nothing normalized."""
+    import io
+
+    import sentencepiece
+
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(WORDS), model_writer=out, model_type="bpe", vocab_size=330, byte_fallback=True,
+        unk_id=0, bos_id=1, eos_id=2, pad_id=-1, split_digits=True, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    return out.getvalue()

@@ -26,14 +26,14 @@ class Sample:
 def supervised_rows(length: int, answer_start: int) -> torch.Tensor:
     """Which rows p of a sequence are trained on, booleans [length].
 
-    Row p reads feature f_p and token t_{p+1} and predicts token t_{p+2} (facts: EAGLE paper, section 3.1), so it
+    Row p reads feature f_p and token t_{p+1} and predicts token t_{p+2} (EAGLE paper, section 3.1), so it
     is supervised exactly if p + 2 is inside the sequence and belongs to the answer.
     """
     target = torch.arange(length) + 2
     return (target >= answer_start) & (target < length)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """JSON objects, one a line; .gz is unpacked on the way."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
@@ -41,7 +41,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             rows = [json.loads(line) for line in f if line.strip()]
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise FasteaError(f"{path}: not readable as JSON lines ({error})") from None
-    if not rows or not all(isinstance(r, dict) and isinstance(r.get("prompt"), str) for r in rows):
+    if not rows or not all(isinstance(r, dict) for r in rows):
+        raise FasteaError(f"{path}: every line must be a JSON object, and there must be one")
+    return rows
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Training data: JSON lines with a "prompt" each, and answers where there are some."""
+    rows = read_json_lines(path)
+    if not all(isinstance(r.get("prompt"), str) for r in rows):
         raise FasteaError(f"{path}: every line must be an object with a 'prompt' (and an 'answer')")
     return rows
 

@@ -1,0 +1,123 @@
+"""The attention operator and the row-independent linear layer, against fp64 and against single rows."""
+
+import pytest
+import torch
+
+from conftest import random_paths
+from fastea.cache import KVCache
+from fastea.kernels.attention import attend, expand_words
+from fastea.kernels.linear import find_row_block, linear_rows, rows_equal
+from fastea.tree import Tree
+
+
+def reference(q, k, v, mask):
+    """One sequence in fp64 with expanded heads. q: [R, H, D]; k, v: [L, KV, D]; mask: [R, L] booleans."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.double().repeat_interleave(group, dim=1) for t in (k, v))
+    scores = torch.einsum("rhd,lhd->hrl", q.double(), k) / q.shape[2] ** 0.5
+    probs = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1)
+    return torch.einsum("hrl,lhd->rhd", probs, v)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize("exact", [False, True])
+def test_tree_rows_see_the_prefix_and_their_ancestors(heads, exact):
+    torch.manual_seed(0)
+    h, kv = heads
+    for seed in range(6):
+        tree = Tree(random_paths(seed), "random")
+        rows, lengths, dim = len(tree), [0, 5, 31][: 1 + seed % 3], 8
+        batch = len(lengths)
+        caches = [torch.randn(batch, kv, 100, dim) for _ in range(2)]
+        before = [c.clone() for c in caches]
+        q, k, v = (torch.randn(batch, rows, n, dim) for n in (h, kv, kv))
+        words = tree.words.expand(batch, -1)
+        out = attend(q, k, v, *caches, torch.tensor(lengths), words, 0, exact)
+        mask = expand_words(tree.words, rows)
+        for b, length in enumerate(lengths):
+            keys, values = (
+                torch.cat((c[b, :, :length].transpose(0, 1), new[b])) for c, new in zip(before, (k, v), strict=True)
+            )
+            whole = torch.cat((torch.ones(rows, length, dtype=torch.bool), mask), dim=1)
+            torch.testing.assert_close(out[b].double(), reference(q[b], keys, values, whole), atol=1e-5, rtol=1e-5)
+            for cache, old, new in zip(caches, before, (k, v), strict=True):
+                assert torch.equal(cache[b, :, length : length + rows], new[b].transpose(0, 1))
+                assert torch.equal(cache[b, :, :length], old[b, :, :length])
+                assert torch.equal(cache[b, :, length + rows :], old[b, :, length + rows :])
+
+
+def test_causal_chunk_and_draft_offset():
+    """Without words row r sees the new rows 0..r; with an offset, bits count from the tree region's first slot."""
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(1, 3, 2, 8) for _ in range(3))
+    caches = [torch.randn(1, 2, 20, 8) for _ in range(2)]
+    old = [c.clone() for c in caches]
+    out = attend(q, k, v, *caches, torch.tensor([4]), None, 0, False)
+    keys, values = (torch.cat((c[0, :, :4].transpose(0, 1), n[0])) for c, n in zip(old, (k, v), strict=True))
+    mask = torch.cat((torch.ones(3, 4), torch.ones(3, 3).tril()), dim=1).bool()
+    torch.testing.assert_close(out[0].double(), reference(q[0], keys, values, mask), atol=1e-5, rtol=1e-5)
+    q2, k2, v2 = (torch.randn(1, 2, 2, 8) for _ in range(3))
+    words = torch.tensor([[0b01001, 0b10010]])  # slots 0 and 3; slots 1 and 4
+    out = attend(q2, k2, v2, *caches, torch.tensor([4]), words, 3, False)
+    keys, values = (torch.cat((a, n[0])) for a, n in zip((keys, values), (k2, v2), strict=True))
+    mask = torch.cat((torch.ones(2, 4), torch.tensor([[1, 0, 0, 1, 0], [0, 1, 0, 0, 1]])), dim=1).bool()
+    torch.testing.assert_close(out[0].double(), reference(q2[0], keys, values, mask), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_rows_keep_their_bits(dtype):
+    """A node of a scattered tree equals plain decoding along its path, bit for bit."""
+    torch.manual_seed(2)
+    for seed in range(4):
+        tree = Tree(random_paths(seed), "random")
+        rows, length, dim = len(tree), 37, 16
+        base = [torch.randn(1, 2, 128, dim).to(dtype) for _ in range(2)]
+        q, k, v = (torch.randn(1, rows, n, dim).to(dtype) for n in (6, 2, 2))
+        out = attend(q, k, v, *(c.clone() for c in base), torch.tensor([length]), tree.words[None], 0, True)
+        for node in range(rows):
+            caches = [c.clone() for c in base]
+            path = expand_words(tree.words[node], rows).nonzero().flatten().tolist()
+            for step, slot in enumerate(path):
+                at = torch.tensor([length + step])
+                one = [t[:, slot : slot + 1] for t in (q, k, v)]
+                single = attend(*one, *caches, at, torch.ones(1, 1, dtype=torch.int64), 0, True)
+            assert torch.equal(single[0, 0], out[0, node])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(96, 64), (320, 576), (50, 36)])
+def test_linear_rows_keep_their_bits(dtype, shape):
+    torch.manual_seed(3)
+    weight, x = torch.randn(shape).to(dtype), torch.randn(64, shape[1]).to(dtype)
+    block = find_row_block([weight])
+    for candidate in {0, block}:
+        alone = torch.cat([linear_rows(x[i : i + 1], weight, None, candidate) for i in range(64)])
+        for count in (2, 3, 5, 8, 26, 33, 64):
+            assert torch.equal(linear_rows(x[:count], weight, None, candidate), alone[:count])
+    torch.testing.assert_close(
+        alone.double(), x.double() @ weight.double().T, atol=0.5 if dtype != torch.float32 else 1e-3, rtol=0.05
+    )
+
+
+def test_row_probe_sees_a_backend_that_depends_on_rows(monkeypatch):
+    """A linear layer that is one bit off for a single row must not pass as row-equal without padding."""
+    plain = torch.nn.functional.linear
+
+    def split(x, weight, bias=None):
+        out = plain(x.double(), weight.double(), bias)
+        return (out * (1 + 1e-6) if x.shape[0] == 1 else out).float()
+
+    monkeypatch.setattr("fastea.kernels.linear.F.linear", split)
+    weight = torch.randn(8, 8)
+    assert not rows_equal(weight, 1) and rows_equal(weight, 2)
+    assert find_row_block([weight]) == 2
+
+
+def test_compaction_moves_accepted_rows_only():
+    cache = KVCache(2, 2, 1, 10, 4, torch.float32)
+    for t in cache.keys + cache.values:
+        t.copy_(torch.arange(t.shape[2])[None, None, :, None].expand_as(t))
+    cache.compact(torch.tensor([3, 5]), torch.tensor([[0, 2, 6], [0, 1, 4]]))
+    for t in cache.keys + cache.values:
+        assert t[0, 0, :, 0].tolist()[:7] == [0, 1, 2, 3, 5, 9, 6]
+        assert t[1, 0, :, 0].tolist()[:9] == [0, 1, 2, 3, 4, 5, 6, 9, 8]

@@ -1,0 +1,249 @@
+"""The command line: flags, bad input in one line, JSON, interruption."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tokenizers
+from safetensors.torch import save_file
+from tokenizers import decoders, models, pre_tokenizers
+
+from conftest import tiny_head, tiny_target, write_json
+from fastea.cli import main, normalized, parser
+from fastea.eagle import save_head
+
+ROOT = Path(__file__).parent.parent
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VOCAB = 300  # bytes, three markers, padding
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """A tiny chat checkpoint with a head beside it, written as published models are."""
+    path = tmp_path_factory.mktemp("tiny model")
+    target = tiny_target(0, VOCAB)
+    c = target.config
+    state = {"model.embed_tokens.weight": target.embed.weight, "model.norm.weight": target.norm.weight}
+    state["lm_head.weight"] = target.lm_head.weight
+    for i, layer in enumerate(target.layers):
+        name = f"model.layers.{i}."
+        q, k, v = layer.qkv.weight.split([c.num_heads * c.head_dim, *[c.num_kv_heads * c.head_dim] * 2])
+        gate, up = layer.gate_up.weight.chunk(2)
+        state |= {f"{name}self_attn.{n}_proj.weight": t for n, t in zip("qkvo", (q, k, v, layer.o.weight), strict=True)}
+        state |= {f"{name}mlp.gate_proj.weight": gate, f"{name}mlp.up_proj.weight": up}
+        state |= {f"{name}mlp.down_proj.weight": layer.down.weight}
+        state |= {f"{name}input_layernorm.weight": layer.attn_norm.weight}
+        state |= {f"{name}post_attention_layernorm.weight": layer.mlp_norm.weight}
+    save_file({n: t.detach().contiguous().clone() for n, t in state.items()}, path / "model.safetensors")
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB}
+    write_json(
+        path / "config.json", config | {"rms_norm_eps": 1e-5, "max_position_embeddings": 512, "eos_token_id": 258}
+    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|end|>"])
+    backend.save(str(path / "tokenizer.json"))
+    write_json(path / "tokenizer_config.json", {"chat_template": CHATML, "eos_token": "<|im_end|>"})
+    save_head(tiny_head(target), path / "eagle", {})
+    return path
+
+
+def run(capsys, *argv):
+    """(exit code, stdout, stderr) of the command in this process."""
+    code = main([str(a) for a in argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_text_goes_to_stdout_and_three_lines_to_stderr(capsys, folder):
+    code, out, err = run(capsys, "--checkpoint", folder, "--prompt", "hi", "--max-new-tokens", 12, "--ignore-eos")
+    lines = err.strip().splitlines()
+    assert code == 0 and out.endswith("\n") and len(lines) == 3
+    assert lines[0].startswith("prefill") and "tokens per round" in lines[1] and "ended by length" in lines[1]
+    assert "float32 on cpu, tree eagle1" in lines[2]
+
+
+KEYS = {
+    "text", "ids", "finish_reason", "prompt_tokens", "new_tokens", "rounds", "tokens_per_round", "accepted",
+    "prefill_s", "decode_s", "tokens_per_s", "compile_s", "load_s", "dtype", "device", "quant", "tree", "head", "seed",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [[], ["--drafter", "ngram"], ["--tree", "chain:3"], ["--accept", "rejection"]])
+@pytest.mark.parametrize("sampling", [[], ["--temperature", "0.8", "--seed", "7"]])
+def test_json_and_exactness(capsys, folder, more, sampling):
+    common = ["--checkpoint", folder, "--prompt", "hi", "--max_new_tokens", 24, "--exact", "--json", *sampling]
+    code, out, err = run(capsys, *common, *more)
+    document = json.loads(out)
+    assert code == 0 and set(document) == KEYS and err == ""
+    assert document["new_tokens"] == len(document["ids"]) and document["rounds"] == len(document["accepted"])
+    assert document["seed"] == (7 if sampling else None)
+    plain = json.loads(run(capsys, *common, "--head", "none", "--drafter", "none")[1])
+    assert plain["head"] == "none" and plain["tree"] == "none"
+    if "rejection" not in more or not sampling:
+        assert document["ids"] == plain["ids"] and document["text"] == plain["text"]
+
+
+def test_a_seed_is_drawn_and_printed(capsys, folder):
+    common = ["--checkpoint", folder, "--prompt", "hi", "--max-new-tokens", 8, "--temperature", 1, "--json"]
+    first = json.loads(run(capsys, *common)[1])
+    again = json.loads(run(capsys, *common, "--seed", first["seed"])[1])
+    assert again["ids"] == first["ids"]
+    assert json.loads(run(capsys, *common)[1])["seed"] != first["seed"]
+
+
+def test_samples_differ_and_repeat(capsys, folder):
+    common = [
+        "--checkpoint",
+        folder,
+        "--prompt",
+        "hi",
+        "--max-new-tokens",
+        8,
+        "--temperature",
+        1,
+        "--seed",
+        3,
+        "--json",
+    ]
+    samples = json.loads(run(capsys, *common, "--num-samples", 3)[1])["samples"]
+    assert len({tuple(s["ids"]) for s in samples}) == 3
+    assert json.loads(run(capsys, *common)[1])["ids"] == samples[0]["ids"]
+
+
+def test_stop_text(capsys, folder):
+    common = ["--checkpoint", folder, "--prompt", "hi", "--max-new-tokens", 40, "--ignore-eos", "--json"]
+    text = json.loads(run(capsys, *common)[1])["text"]
+    stop = text[10:13]
+    document = json.loads(run(capsys, *common, "--stop", stop, "--stop", "never-there")[1])
+    assert document["text"] == text[: text.index(stop)] and document["finish_reason"] == "stop"
+
+
+def test_underscores_are_dashes_in_names_only():
+    assert normalized(["--max_new_tokens=a_b", "x_y", "--top-k", "-1"]) == [
+        "--max-new-tokens=a_b",
+        "x_y",
+        "--top-k",
+        "-1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--checkpoint", "/absent/place"], "/absent/place: no such checkpoint"),
+        (["--checkpoint", "/absent/x.gguf"], "no such file"),
+        (["--head", "/absent/head"], "/absent/head: no such head"),
+        (["--temperature", "nan"], "temperature nan"),
+        (["--top-p", "0"], "top_p 0.0"),
+        (["--top-p", "1.5"], "top_p 1.5"),
+        (["--top-k", "-2"], "top_k -2"),
+        (["--prompt", ""], "prompt is empty"),
+        (["--prompt", " \n"], "prompt is empty"),
+        (["--prompt", "x" * 600], "the context 512"),
+        (["--max-seq-len", "100000"], "context is 512"),
+        (["--max-new-tokens", "0"], "max_new_tokens 0"),
+        (["--num-samples", "0"], "num-samples 0"),
+        (["--tree", "oak"], "--tree oak"),
+        (["--drafter", "ngram", "--tree", "eagle1"], "chains"),
+        (["--drafter", "eagle", "--head", "none"], "needs a head"),
+        (["--system", "x", "--raw"], "--system"),
+        (["--seed", "-4"], "seed -4"),
+        (["--device", "tpu"], "known are"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, folder, argv, message):
+    if "--checkpoint" not in argv:
+        argv = ["--checkpoint", str(folder), *argv]
+    code, out, err = run(capsys, *argv)
+    assert code == 2 and out == ""
+    assert message in err and err.startswith("fastea: error: ") and len(err.strip().splitlines()) == 1
+
+
+def test_cuda_that_is_not_there(capsys, folder, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, err = run(capsys, "--checkpoint", folder, "--device", "cuda")
+    assert code == 2 and "no CUDA device" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("argv", [["--nonsense"], ["--top-k", "many"], ["--accept", "maybe"]])
+def test_unknown_flags_exit_with_2(argv):
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == 2
+
+
+def test_prompt_from_standard_input(capsys, folder, monkeypatch):
+    class Stdin:
+        def __init__(self, data):
+            self.buffer = self
+            self.read = lambda: data
+
+    monkeypatch.setattr("sys.stdin", Stdin("héllo".encode()))
+    code, out, _ = run(capsys, "--checkpoint", folder, "--prompt", "-", "--max-new-tokens", 4, "--json", "--raw")
+    assert code == 0 and json.loads(out)["prompt_tokens"] == 6  # bytes
+    monkeypatch.setattr("sys.stdin", Stdin(b"\xff\xfe"))
+    code, _, err = run(capsys, "--checkpoint", folder, "--prompt", "-")
+    assert code == 2 and "not UTF-8" in err and len(err.splitlines()) == 1
+
+
+def test_without_a_compiler_one_line_and_eager(capsys, folder, monkeypatch):
+    monkeypatch.setattr("fastea.loading.can_compile", lambda device: False)
+    common = ["--checkpoint", folder, "--prompt", "hi", "--max-new-tokens", 6, "--json"]
+    code, out, err = run(capsys, *common, "--compile")
+    assert code == 0 and "no C++ compiler" in err and len(err.splitlines()) == 1
+    assert json.loads(out)["ids"] == json.loads(run(capsys, *common)[1])["ids"]
+
+
+def test_no_head_is_said_in_one_line(capsys, folder, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in folder.glob("*.*"):
+        (bare / file.name).symlink_to(file)
+    code, _, err = run(capsys, "--checkpoint", bare, "--prompt", "hi", "--max-new-tokens", 2, "--json")
+    assert code == 0 and "no head for this model" in err and len(err.splitlines()) == 1
+    code, _, err = run(capsys, "--checkpoint", bare, "--drafter", "eagle")
+    assert code == 2 and "no head" in err
+
+
+def test_interrupt_keeps_what_was_produced(folder):
+    """Ctrl-C in the middle: the text so far, the summary, exit code 130, no traceback."""
+    command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(folder), "--prompt", "hi", "--ignore-eos"]
+    command += ["--max-new-tokens", "400", "--exact", "--max-seq-len", "512"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    first = os.read(process.stdout.fileno(), 10)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=60)[1]
+    assert first and process.returncode == 130
+    assert b"Traceback" not in err and b"ended by interrupted" in err and len(err.strip().splitlines()) == 3
+
+
+def test_interrupt_before_the_first_token(capsys, folder, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fastea.cli.load", stop)
+    code, _, err = run(capsys, "--checkpoint", folder)
+    assert code == 130 and len(err.splitlines()) == 1
+
+
+def test_help_names_every_flag_of_the_readme():
+    text = (ROOT / "README.md").read_text()
+    options = {o for action in parser()._actions for o in action.option_strings}
+    import re
+
+    for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text.split("## Training")[0])):
+        assert flag in options | {"--help"}, flag
+    assert "--prompt" in parser().format_help()

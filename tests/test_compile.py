@@ -1,0 +1,56 @@
+"""--compile: everything compiles in the warm-up, nothing afterwards, and the text is the eager one."""
+
+import pytest
+import torch
+
+from conftest import byte_tokenizer, tiny_head, tiny_target
+from fastea.drafters.eagle import EagleDrafter
+from fastea.drafters.ngram import NgramDrafter
+from fastea.generator import Generator
+from fastea.runtime import can_compile
+from fastea.tree import Tree, chain
+
+needs_compiler = pytest.mark.skipif(not can_compile("cpu"), reason="no C++ compiler on this machine")
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["eagle", "ngram", "plain"])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 3}])
+def test_no_recompiles_over_prompts_of_six_lengths(kind, settings):
+    torch._dynamo.reset()
+    target = tiny_target()
+    target.set_context(1024)
+    head = tiny_head(target)
+    head.bind(target, 1024)
+    drafters = {"eagle": EagleDrafter(head, Tree([(0,), (1,), (0, 0)], "t")), "ngram": NgramDrafter(chain(3))}
+
+    def build(compile):
+        return Generator(target, byte_tokenizer(64), drafters.get(kind), max_seq_len=1024, compile=compile)
+
+    eager, fast = build(False), build(True)
+    first = fast.generate([1], max_new_tokens=2, **settings)
+    assert len(first.ids) == 2 and fast.compile_s > 0 and first.prefill_s + first.decode_s < fast.compile_s
+    kept, copies = [], []
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for i, (length, count) in enumerate(zip((1, 7, 33, 130, 7, 500), (5, 30, 3, 20, 40, 30), strict=True)):
+            prompt = [(i + 3 * j) % 64 for j in range(length)]
+            output = fast.generate(prompt, max_new_tokens=count, **settings)
+            assert output.ids == eager.generate(prompt, max_new_tokens=count, **settings).ids
+            kept.append(output.ids)
+            copies.append(list(output.ids))
+    assert kept == copies  # a later run does not write into what an earlier one returned
+
+
+@needs_compiler
+def test_caches_are_not_copied_by_the_compiled_round():
+    """The mutated caches go through the graph in place: a round allocates less than one cache."""
+    torch._dynamo.reset()
+    target = tiny_target()
+    target.set_context(4096)
+    generator = Generator(target, byte_tokenizer(64), None, max_seq_len=4096, compile=True)
+    generator.generate([1, 2, 3], max_new_tokens=3)
+    state = generator.state(1)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        generator.step(state)
+    allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
+    assert allocated < state.cache.nbytes / 4
