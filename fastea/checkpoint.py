@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -123,9 +124,15 @@ class Gguf:
     def __init__(self, path: Path):
         import gguf
 
+        class Reader(gguf.GGUFReader):
+            """The library's reader over a plain array: slices of its np.memmap take four times as long to make."""
+
+            def __setattr__(self, name: str, value: Any) -> None:
+                super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
         check_file(path)
         try:
-            self.reader = gguf.GGUFReader(path)
+            self.reader = Reader(path)
             self.meta = {name: _contents(field) for name, field in self.reader.fields.items()}
         except Exception as error:  # the library raises whatever the broken bytes lead to
             raise FasteaError(f"{path}: not a GGUF file, or truncated ({error})") from None
@@ -137,7 +144,8 @@ class Gguf:
 
         for tensor in self.reader.tensors:
             try:
-                data = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+                values = dequantize(tensor.data, tensor.tensor_type)
+                data = torch.from_numpy(values if values.flags.writeable else values.copy())
             except NotImplementedError:
                 kind = tensor.tensor_type.name
                 raise FasteaError(f"{self.path}: {tensor.name} has the type {kind}, which is not supported") from None

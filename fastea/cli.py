@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,6 @@ from fastea.sampling import Sampling
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        prog="generate.py",
         description="Write what the model alone would have written, sooner: EAGLE speculative decoding on one device.",
         epilog="Flags may be written with dashes or underscores. Exit codes: 0 done, 2 bad input, 130 interrupted.",
     )
@@ -115,8 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("fastea: interrupted before the first token", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        sys.stderr.close()
+    except BrokenPipeError:  # the reader has seen enough; nothing more can be said
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
@@ -137,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
         note("compiling prefill and round, once ...")
         model.warm_up(1, sampling)
         note(f"compiled in {model.compile_s:.0f} s")
-    documents, interrupted = [], False
+    documents: list[dict[str, Any]] = []
+    stopped: BaseException | None = None
     for sample in range(args.num_samples):
         answer = model.stream(
             prompt, max_new_tokens=args.max_new_tokens, temperature=sampling.temperature, top_k=sampling.top_k,
@@ -147,22 +148,21 @@ def run(args: argparse.Namespace) -> int:
         try:
             for piece in answer:
                 show(args, piece)
-        except (KeyboardInterrupt, FasteaError) as stopped:
+        except (KeyboardInterrupt, FasteaError) as error:  # what was produced is still shown and counted
+            stopped = error
             show(args, answer.interrupt())
-            interrupted = isinstance(stopped, KeyboardInterrupt)
-            if not interrupted:
-                show(args, "\n")
-                raise
         show(args, "\n")
         output = answer.outputs[0]
         documents.append(document(model, output))
         if not args.json:
             print(summary(model, output), file=sys.stderr)
-        if interrupted:
+        if stopped:
             break
     if args.json:
         print(json.dumps(documents[0] if args.num_samples == 1 else {"samples": documents}, ensure_ascii=False))
-    return 130 if interrupted else 0
+    if isinstance(stopped, FasteaError):
+        raise stopped
+    return 130 if stopped else 0
 
 
 def show(args: argparse.Namespace, piece: str) -> None:

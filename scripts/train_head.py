@@ -50,8 +50,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--answer-temperature", type=float, default=0.0, help="0 = greedy answers (default)")
     parser.add_argument("--acceptance-prompts", type=int, default=40, help="held-out prompts for the card (default 40)")
     for item in fields(Recipe):
-        kind = type(item.default)
-        parser.add_argument(f"--{item.name.replace('_', '-')}", type=kind, default=item.default)
+        flag = f"--{item.name.replace('_', '-')}"
+        if isinstance(item.default, bool):
+            parser.add_argument(flag, action="store_true")
+        else:
+            parser.add_argument(flag, type=type(item.default), default=item.default, help=f"default {item.default}")
     return parser.parse_args()
 
 

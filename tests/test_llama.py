@@ -1,6 +1,7 @@
 """The decoder against transformers: heads, widths, ties, rotary scaling in both spellings, chunks."""
 
 import math
+from copy import deepcopy
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def spelled(kind: str, spelling: str, theta: float = 5e5) -> dict:
 
 def both_models(folder, raw: dict):
     """The same random weights in transformers and, by way of a folder with `raw` as config.json, in fastea."""
-    reference = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(dict(raw))).eval()
+    reference = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(deepcopy(raw))).eval()
     randomize(reference, seed=1)
     reference.save_pretrained(folder)
     write_json(folder / "config.json", raw)

@@ -424,6 +424,15 @@ def test_template_that_fails(vocabularies: dict[str, Vocabulary], tmp_path: Path
     assert "\n" not in str(error.value)
 
 
+def test_template_with_break(vocabularies: dict[str, Vocabulary], tmp_path: Path) -> None:
+    """Loop controls are there, as in transformers."""
+    vocabulary = vocabularies["byte-level"]
+    tokenizer = vocabulary.load(
+        tmp_path, chat_template="{% for m in messages %}{{ bos_token + m.content }}{% break %}{% endfor %}"
+    )
+    assert tokenizer.encode_chat(CONVERSATIONS["turns"]) == vocabulary.by_hand(["<|begin_of_text|>", "hello"])
+
+
 def test_no_template(vocabulary: Vocabulary) -> None:
     with pytest.raises(FasteaError, match=r"no chat template.*--raw"):
         vocabulary.ours.encode_chat(CONVERSATIONS["user"])

