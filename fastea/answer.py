@@ -44,12 +44,20 @@ class Output:
 class Answer:
     """Takes accepted tokens as rounds deliver them; cuts at the first end id, stop string or limit.
 
-    limit: most new tokens. Text that could still turn into a stop string is held back.
+    limit: most new tokens; prompt: the ids before them. Text that could still turn into a stop string is held back.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_ids: frozenset[int], stops: Sequence[str], limit: int):
-        self.output, self.limit = Output(), limit
-        self._stop_ids, self._stops, self._stream = stop_ids, [s for s in stops if s], TextStream(tokenizer)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_ids: frozenset[int],
+        stops: Sequence[str],
+        limit: int,
+        prompt: Sequence[int] = (),
+    ):
+        self.output, self.limit = Output(prompt_tokens=len(prompt)), limit
+        self._stop_ids, self._stops = stop_ids, [s for s in stops if s]
+        self._stream = TextStream(tokenizer, prompt)
         self._held = ""
         self.finished = False
 

@@ -129,8 +129,6 @@ def run(args: argparse.Namespace) -> int:
         args.checkpoint, args.head, drafter=args.drafter, tree=args.tree, accept=args.accept, exact=args.exact,
         max_seq_len=args.max_seq_len, device=args.device, dtype=args.dtype, compile=args.compile,
     )  # fmt: skip
-    if args.system is not None and (args.raw or model.tokenizer.template is None):
-        raise FasteaError("--system needs the chat template; it cannot go with --raw or a checkpoint without one")
     if model.tokenizer.template is None and not args.raw:
         note("this checkpoint has no chat template: continuing the prompt as plain text")
     if model.compile:

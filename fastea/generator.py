@@ -56,6 +56,10 @@ class Generator:
 
     def encode(self, prompt: Prompt, system: str | None = None, raw: bool = False) -> list[int]:
         """Token ids of a prompt: text or messages through the chat template (raw: text as it is), ids as they are."""
+        if system is not None and (raw or self.tokenizer.template is None or not isinstance(prompt, str)):
+            raise FasteaError(
+                "a system message needs the chat template and a prompt in text (not raw, ids or messages)"
+            )
         if isinstance(prompt, str):
             if raw or self.tokenizer.template is None:
                 ids = self.tokenizer.encode_prompt(prompt)
@@ -208,8 +212,7 @@ class Run:
         self.answers = []
         for ids in self.prompts:
             room = min(max_new_tokens, generator.max_seq_len - len(ids))
-            answer = Answer(generator.tokenizer, stop_ids, stops, room)
-            answer.output.prompt_tokens = len(ids)
+            answer = Answer(generator.tokenizer, stop_ids, stops, room, ids)
             answer.output.seed = None if self.sampling.greedy else self.sampling.seed
             self.answers.append(answer)
         self._pieces = self._go()

@@ -118,15 +118,20 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text of a continuation as its ids arrive. The pieces join to the one-shot decode of all ids, however
-    they are cut; an unfinished character is held back until it is whole or `finish` is called."""
+    """Text of a continuation as its ids arrive. The pieces join to decode(prompt + ids) without decode(prompt),
+    however they are cut; an unfinished character is held back until it is whole or `finish` is called."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        # after a prompt without text (a lone BOS) the text begins here, and with it the space that is dropped
+        self._at_start = tokenizer.strip_first_space and bool(prompt) and not tokenizer.token_bytes(prompt)
 
     def push(self, ids: Iterable[int]) -> str:
-        return self._decoder.decode(self._tokenizer.token_bytes(ids))
+        text = self._decoder.decode(self._tokenizer.token_bytes(ids))
+        if text and self._at_start:
+            self._at_start, text = False, text.removeprefix(" ")
+        return text
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -302,6 +307,8 @@ def from_gguf(meta: dict[str, Any], where: str, config_stops: Iterable[int]) -> 
 
     def text_of(name: str) -> str:
         i = meta.get(f"tokenizer.ggml.{name}_token_id")
+        if i is not None and not 0 <= i < len(tokens):
+            raise FasteaError(f"{where}: {name}_token_id is {i}, the vocabulary has {len(tokens)} ids")
         return tokens[i] if i is not None else ""
 
     adds_bos = meta.get("tokenizer.ggml.add_bos_token", kind == "llama" or rule.startswith("llama"))

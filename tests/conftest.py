@@ -16,6 +16,20 @@ from fastea.eagle import EagleHead
 from fastea.llama import Llama
 from fastea.tokenizer import Tokenizer
 
+# A config.json that says what tiny_config() says.
+RAW = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+}
+
 
 def tiny_config(vocab: int = 64, **changes) -> ModelConfig:
     base = {

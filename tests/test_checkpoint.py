@@ -12,24 +12,12 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import save_file
 
-from conftest import randomize, tiny_config, tiny_head, tiny_target, write_json
+from conftest import RAW, randomize, tiny_config, tiny_head, tiny_target, write_json
 from fastea.checkpoint import Checkpoint
 from fastea.config import FasteaError, config_from_gguf, config_from_hf, rope_table
 from fastea.eagle import load_head, save_head
 from fastea.loading import load
 
-RAW = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 512,
-}
 LAYER_SHAPES = {
     "input_layernorm": (64,),
     "self_attn.q_proj": (64, 64),

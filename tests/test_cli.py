@@ -158,7 +158,7 @@ def test_underscores_are_dashes_in_names_only():
         (["--tree", "oak"], "--tree oak"),
         (["--drafter", "ngram", "--tree", "eagle1"], "chains"),
         (["--drafter", "eagle", "--head", "none"], "needs a head"),
-        (["--system", "x", "--raw"], "--system"),
+        (["--system", "x", "--raw"], "system message needs"),
         (["--seed", "-4"], "seed -4"),
         (["--device", "tpu"], "known are"),
     ],

@@ -6,24 +6,12 @@ from copy import deepcopy
 import pytest
 import torch
 
-from conftest import randomize, tiny_config, tiny_target, write_json
+from conftest import RAW, randomize, tiny_config, tiny_target, write_json
 from fastea.checkpoint import Checkpoint
 from fastea.config import RopeScaling, rope_frequencies, rope_table
 
 transformers = pytest.importorskip("transformers")
 
-RAW = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 512,
-}
 SCALINGS = {
     "default": {},
     "linear": {"factor": 2.0},

@@ -147,6 +147,17 @@ def test_streamed_text_keeps_its_spaces(vocabulary: Vocabulary, size: int) -> No
     assert starts_with_space == {True, False}
 
 
+def test_text_begins_without_a_space_after_a_lone_bos(vocabulary: Vocabulary) -> None:
+    """Case 20: after a prompt that holds no text the answer is decode(all), without sentencepiece's first space."""
+    ids, bos = vocabulary.ids("Once upon"), vocabulary.ours.specials[vocabulary.bos]
+    for prompt, wanted in (
+        ([bos], "Once upon"),
+        (vocabulary.ids("hi"), vocabulary.text([*vocabulary.ids("hi"), *ids])[2:]),
+    ):
+        stream = TextStream(vocabulary.ours, prompt)
+        assert "".join([*(stream.push([i]) for i in ids), stream.finish()]) == wanted
+
+
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (3, 1), (1, 1, 1, 1)])
 def test_character_of_four_ids(vocabulary: Vocabulary, sizes: tuple[int, ...]) -> None:
     """Case 21: nothing is printed until the character is whole, then it is printed once."""
@@ -205,8 +216,8 @@ def test_ids_past_the_vocabulary_are_never_picked() -> None:
     model = tiny_target()
     model.set_context(64)
     generator = Generator(model, byte_tokenizer(50), None, max_seq_len=64)
-    output = generator.generate([1, 2, 3], max_new_tokens=40, temperature=2.0, seed=0)
-    assert output.new_tokens == 40
+    output = generator.generate([1, 2, 3], max_new_tokens=12, temperature=2.0, seed=0)
+    assert output.new_tokens == 12
     assert max(output.ids) < 50
 
 

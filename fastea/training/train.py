@@ -215,12 +215,16 @@ class Trainer:
         """In a share of the sequences half of the rows get the feature that the head predicts for them, as rows of
         depth 2 and more do when drafting. [B, T, h] -> [B, T, h]."""
         generator = torch.Generator().manual_seed(self.step)
-        chosen = torch.rand(features.shape[0], 1, generator=generator) < self.recipe.self_feed
-        chosen = chosen & (torch.rand(features.shape[:2], generator=generator) < 0.5)
-        chosen[:, 0] = False  # nothing predicts the first feature
-        everywhere = torch.ones_like(chosen)
-        own = forward_rows(self.head, head_inputs(self.target, self.scale, tokens, features, 0.0, 0), everywhere)
-        return torch.where(chosen[..., None], own.view_as(features).roll(1, 1), features)
+        some = torch.rand(features.shape[0], generator=generator) < self.recipe.self_feed
+        if not some.any():
+            return features
+        rows = torch.rand(features[some].shape[:2], generator=generator) < 0.5
+        rows[:, 0] = False  # nothing predicts the first feature
+        inputs = head_inputs(self.target, self.scale, tokens[some], features[some], 0.0, 0)
+        own = forward_rows(self.head, inputs, torch.ones_like(rows)).view_as(features[some]).roll(1, 1)
+        mixed = features.clone()
+        mixed[some] = torch.where(rows[..., None], own, features[some])
+        return mixed
 
     def train_step(self, group: list[int], budget: float | None) -> tuple[float, float]:
         tokens, features, rows = self.batches.load(group)
