@@ -113,7 +113,7 @@ def stores(tmp_path):
     return target, train, held
 
 
-RECIPE = {"epochs": 40, "batch_tokens": 128, "learning_rate": 3e-3, "warmup": 5, "token_weight": 1.0, "draft_vocab": 24}
+RECIPE = {"epochs": 40, "batch_tokens": 128, "learning_rate": 3e-3, "warmup": 5, "token_weight": 1.0}
 
 
 def test_a_run_learns_and_its_head_is_used_as_trained(tmp_path, stores):
