@@ -135,7 +135,8 @@ class Generator:
         steps = torch.arange(CHUNK, device=self.device)
         for at in range(0, len(ids), CHUNK):
             start = torch.full((1,), at, device=self.device)
-            features = self._forward(tokens[None, at : at + CHUNK].clone(), (at + steps)[None], start, None, cache)
+            chunk = tokens[at : at + CHUNK].clone()[None]  # cloned first: one stride, one compiled shape
+            features = self._forward(chunk, (at + steps)[None], start, None, cache)
             if self.drafter:
                 self.drafter.prefill(tokens[None, at + 1 : at + 1 + CHUNK], features, start, draft)
         last = features[0, (len(ids) - 1) % CHUNK]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fastea.config import FasteaError
+from fastea.kernels.noise import GOLDEN, mix, noisy_argmax, uniform
 from fastea.kernels.nucleus import nucleus_cut
 from fastea.tree import Tree
 
@@ -56,37 +57,11 @@ class Sampling:
         return Sampling(self.temperature, self.top_k, self.top_p, secrets.randbits(32))
 
 
-def _signed64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
-
-
-_GOLDEN = _signed64(0x9E3779B97F4A7C15)
-_MIX1, _MIX2 = _signed64(0xBF58476D1CE4E5B9), _signed64(0x94D049BB133111EB)
-
-
-def _mix(z: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finalizer on int64 (wrapping; shifts made logical by masks): a bijection of 64 bits."""
-    z = (z ^ (z >> 30 & (1 << 34) - 1)) * _MIX1
-    z = (z ^ (z >> 27 & (1 << 37) - 1)) * _MIX2
-    return z ^ (z >> 31 & (1 << 33) - 1)
-
-
-def _uniform(key: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """key: [...] int64; ids: [V] -> uniforms (r + 0.5) / 2^32 in (0, 1), fp32 [..., V]."""
-    bits = _mix(key[..., None] + (ids + 1) * _GOLDEN) >> 32 & 0xFFFFFFFF
-    return ((bits.double() + 0.5) * 2.0**-32).float().clamp_(max=1 - 2.0**-24)
-
-
 def noise_key(seed: torch.Tensor, stream: torch.Tensor, positions: torch.Tensor, purpose: int) -> torch.Tensor:
     """One 64-bit key for each [B, P] position. seed: []; stream: [B] index of the sample; positions: [B, P] int64."""
-    key = _mix(seed + _GOLDEN)
-    key = _mix(key ^ (stream * 4 + purpose))[:, None]
-    return _mix(key ^ positions * _GOLDEN)
-
-
-def gumbel(key: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise for token ids [V], fp32 [..., V]: -log E with E = -log1p(-v); never +infinity."""
-    return -torch.log(-torch.log1p(-_uniform(key, ids)))
+    key = mix(seed + GOLDEN)
+    key = mix(key ^ (stream * 4 + purpose))[:, None]
+    return mix(key ^ positions * GOLDEN)
 
 
 def log_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -111,8 +86,7 @@ def pick(logits: torch.Tensor, key: torch.Tensor, sampling: Sampling) -> torch.T
     to the lowest id."""
     if sampling.greedy:
         return logits.argmax(-1)
-    noise = gumbel(key, torch.arange(logits.shape[-1], device=logits.device))
-    return (log_probs(logits, sampling) + noise).argmax(-1)
+    return noisy_argmax(log_probs(logits, sampling), key)
 
 
 def walk(
@@ -168,7 +142,7 @@ def walk_by_rejection(
     for depth in range(1, tree.depth_max + 1):
         children = tree.children[node]
         q = None if draft_probs is None else draft_probs[batch, node]
-        coins = _uniform(
+        coins = uniform(
             noise_key(seed, stream, positions[:, depth - 1 : depth], ACCEPT)[:, 0], ids[: children.shape[1]]
         )
         moved = torch.zeros_like(alive)
@@ -195,7 +169,6 @@ def walk_by_rejection(
         count = count + alive
     # The last token: drawn from what is left of p at the last accepted node.
     at = positions.gather(1, count[:, None] - 1)
-    noise = gumbel(noise_key(seed, stream, at, RESIDUAL)[:, 0], ids)
-    last = (p.log() + noise).argmax(-1)
+    last = noisy_argmax(p.log(), noise_key(seed, stream, at, RESIDUAL)[:, 0])
     emitted.append(last)
     return torch.stack(path, 1), count, torch.stack(emitted, 1).scatter(1, count[:, None] - 1, last[:, None])

@@ -9,6 +9,7 @@ from conftest import byte_tokenizer, tiny_head, tiny_target
 from fastea.config import FasteaError
 from fastea.drafters.eagle import EagleDrafter
 from fastea.generator import Generator
+from fastea.kernels.noise import gumbel, uniform
 from fastea.kernels.nucleus import nucleus_cut
 from fastea.sampling import (
     ACCEPT,
@@ -16,8 +17,6 @@ from fastea.sampling import (
     PICK,
     RESIDUAL,
     Sampling,
-    _uniform,
-    gumbel,
     log_probs,
     noise_key,
     pick,
@@ -95,7 +94,7 @@ def keys(seed=0, stream=0, positions=1, purpose=PICK):
 
 def test_noise_is_uniform_also_for_rare_ids_and_never_infinite():
     ids = torch.arange(49152)
-    u = _uniform(keys(positions=64), ids)
+    u = uniform(keys(positions=64), ids)
     assert u.min() > 0 and u.max() < 1
     for part in (u, u[:, -16:], u[:, :16]):
         counts = torch.histc(part, 16, 0, 1)
@@ -110,11 +109,11 @@ def test_noise_is_uniform_also_for_rare_ids_and_never_infinite():
 def test_noise_of_neighbours_is_independent():
     """Neighbouring seeds, streams, positions and purposes: correlations within 5 standard errors, no shared values."""
     ids = torch.arange(20000)
-    base = _uniform(keys(), ids)[0]
+    base = uniform(keys(), ids)[0]
     others = [keys(seed=1), keys(stream=1), keys(positions=2)[1:], keys(seed=2**40)]
     others += [keys(purpose=p) for p in (CHILDREN, ACCEPT, RESIDUAL)]
     for key in others:
-        other = _uniform(key, ids)[0]
+        other = uniform(key, ids)[0]
         for shift in (0, 1, 2):
             correlation = torch.corrcoef(torch.stack((base, other.roll(shift))))[0, 1]
             assert abs(correlation) < 5 / math.sqrt(20000)

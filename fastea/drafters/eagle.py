@@ -7,7 +7,8 @@ import torch
 from fastea.cache import KVCache
 from fastea.drafters import Draft
 from fastea.eagle import EagleHead
-from fastea.sampling import CHILDREN, PICK, gumbel, log_probs, noise_key
+from fastea.kernels.noise import gumbel
+from fastea.sampling import CHILDREN, PICK, log_probs, noise_key
 from fastea.state import DecodeState
 from fastea.tree import Tree
 

@@ -1,0 +1,43 @@
+"""The noise that makes sampling a function of the seed, and the pick that uses it."""
+
+from __future__ import annotations
+
+import torch
+
+
+def _signed64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+GOLDEN = _signed64(0x9E3779B97F4A7C15)
+_MIX1, _MIX2 = _signed64(0xBF58476D1CE4E5B9), _signed64(0x94D049BB133111EB)
+
+
+def mix(z: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finalizer on int64 (wrapping; shifts made logical by masks): a bijection of 64 bits."""
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * _MIX1
+    z = (z ^ (z >> 27 & (1 << 37) - 1)) * _MIX2
+    return z ^ (z >> 31 & (1 << 33) - 1)
+
+
+def uniform(key: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """key: [...] int64; ids: [V] -> uniforms (r + 0.5) / 2^32 in (0, 1), fp32 [..., V]."""
+    bits = mix(key[..., None] + (ids + 1) * GOLDEN) >> 32 & 0xFFFFFFFF
+    return ((bits.double() + 0.5) * 2.0**-32).float().clamp_(max=1 - 2.0**-24)
+
+
+def gumbel(key: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise for token ids [V], fp32 [..., V]: -log E with E = -log1p(-v); never +infinity."""
+    return -torch.log(-torch.log1p(-uniform(key, ids)))
+
+
+@torch.library.custom_op("fastea::noisy_argmax", mutates_args=())
+def noisy_argmax(scores: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Sample by the Gumbel-max rule: argmax over ids of scores + noise. scores: [B, V] log-probabilities, -inf = cut;
+    key: [B] int64 -> ids [B]; ties go to the lowest id."""
+    return (scores + gumbel(key, torch.arange(scores.shape[-1], device=scores.device))).argmax(-1)
+
+
+@noisy_argmax.register_fake
+def _(scores, key):
+    return scores.new_empty(scores.shape[0], dtype=torch.int64)
