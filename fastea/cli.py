@@ -90,6 +90,8 @@ def normalized(argv: Sequence[str]) -> list[str]:
 def read_prompt(prompt: str) -> str:
     """The prompt itself, or standard input for "-"."""
     if prompt == "-":
+        if sys.stdin is None:
+            raise FasteaError("there is no standard input; give the prompt with --prompt TEXT")
         try:
             prompt = sys.stdin.buffer.read().decode("utf-8")
         except UnicodeDecodeError as error:
@@ -118,9 +120,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough; nothing more can be said
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        print(f"fastea: error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return 2
 
 
 def run(args: argparse.Namespace) -> int:
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character still gets the rest
     prompt = read_prompt(args.prompt)
     if args.num_samples < 1:
         raise FasteaError(f"--num-samples {args.num_samples} is not possible; it must be at least 1")
@@ -148,6 +155,8 @@ def run(args: argparse.Namespace) -> int:
                 show(args, piece)
         except (KeyboardInterrupt, FasteaError) as error:  # what was produced is still shown and counted
             stopped = error
+            if not answer.outputs[0].ids and isinstance(error, FasteaError):
+                raise
             show(args, answer.interrupt())
         show(args, "\n")
         output = answer.outputs[0]

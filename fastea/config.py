@@ -35,7 +35,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and constants of a LLaMA-family decoder."""
+    """Shapes and constants of a LLaMA-family decoder. Raises ValueError for head counts that do not divide."""
 
     hidden_size: int
     intermediate_size: int
@@ -50,8 +50,12 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     tied: bool = False
     eos_ids: tuple[int, ...] = ()
-    bos_id: int | None = None
     dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            shape = f"{self.num_heads} heads, {self.num_kv_heads} KV heads, head_dim {self.head_dim}"
+            raise ValueError(f"{shape}: KV heads must divide the heads, head_dim must be even")
 
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -89,7 +93,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
     try:
         hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
         trained = int(raw.get("max_position_embeddings") or 2048)
-        theta, scaling = _rope(raw, trained, where)
+        theta, scaling = rope_settings(raw, trained, where)
         return ModelConfig(
             hidden_size=hidden,
             intermediate_size=int(raw["intermediate_size"]),
@@ -104,7 +108,6 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
             max_position=_reach(trained, scaling),
             tied=bool(raw.get("tie_word_embeddings", False)),
             eos_ids=ids_of(raw.get("eos_token_id")),
-            bos_id=next(iter(ids_of(raw.get("bos_token_id"))), None),
             dtype=_DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")), torch.float32),
         )
     except KeyError as missing:
@@ -118,7 +121,7 @@ def _reach(trained: int, scaling: RopeScaling | None) -> int:
     return trained if scaling is None or scaling.kind == "llama3" else int(trained * scaling.factor)
 
 
-def _rope(raw: Mapping[str, Any], trained: int, where: str) -> tuple[float, RopeScaling | None]:
+def rope_settings(raw: Mapping[str, Any], trained: int, where: str) -> tuple[float, RopeScaling | None]:
     """Base and scaling from `rope_parameters` (new spelling) or `rope_theta` + `rope_scaling` (old)."""
     scaling = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
@@ -171,7 +174,6 @@ def config_from_gguf(meta: Mapping[str, Any], where: str) -> ModelConfig:
             rope_scaling=scaling,
             max_position=_reach(context, scaling),
             eos_ids=tuple(int(s) for s in stops if s is not None),
-            bos_id=meta.get("tokenizer.ggml.bos_token_id"),
         )
     except KeyError as missing:
         raise FasteaError(f"{where}: the metadata key {missing} is missing") from None

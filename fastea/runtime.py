@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -23,12 +24,14 @@ def resolve_device(name: str) -> str:
     """auto -> cuda if there is one, else cpu. A device that is not there is refused."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.split(":")[0] not in ("cpu", "cuda"):
-        raise FasteaError(f"--device {name}: known are auto, cpu and cuda")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise FasteaError(f"--device {name}: known are auto, cpu, cuda and cuda:N")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise FasteaError(
             f"--device {name}: this machine has no CUDA device that torch can use; leave --device away for the CPU"
         )
+    if ":" in name and int(name.split(":")[1]) >= torch.cuda.device_count():
+        raise FasteaError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices, counted from 0")
     return name
 
 

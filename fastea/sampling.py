@@ -70,7 +70,8 @@ def log_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     Top-k keeps every id at least as likely as the k-th; top-p keeps the likeliest ids up to the first whose
     cumulative probability reaches top_p, with ties of the last one.
     """
-    scores = torch.log_softmax(logits.float() / sampling.temperature, dim=-1)
+    logits = logits.float()
+    scores = torch.log_softmax((logits - logits.amax(-1, keepdim=True)) / sampling.temperature, dim=-1)
     vocab = scores.shape[-1]
     if 0 < sampling.top_k < vocab:
         last = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
@@ -160,9 +161,8 @@ def walk_by_rejection(
             p = torch.where(rejected, left / mass.clamp(min=1e-30), p)
             if q is not None:
                 q = torch.where(trying[:, None], q * (1 - point), q)
-            node_next = torch.where(accept, child, node)
-            p = torch.where(accept[:, None], log_probs(logits[batch, node_next], sampling).exp(), p)
-            node, moved = node_next, moved | accept
+            node, moved = torch.where(accept, child, node), moved | accept
+        p = torch.where(moved[:, None], log_probs(logits[batch, node], sampling).exp(), p)
         alive = alive & moved
         emitted.append(tokens[batch, node])  # counts only where alive
         path.append(torch.where(alive, node, depth))

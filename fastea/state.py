@@ -39,6 +39,7 @@ class DecodeState:
         self.emitted, self.count = zeros(batch, width), zeros(batch)
         self.done = zeros(batch, dtype=torch.bool)
         self.history = zeros(batch, max_seq_len + TREE_SLACK + 1)
+        self.owner: object = None  # the run that decodes here; one at a time
         self.stream, self.seed = zeros(batch), torch.zeros((), dtype=torch.int64, device=like.device)
 
     def reset(self, sampling: Sampling, streams: list[int]) -> None:
@@ -48,6 +49,10 @@ class DecodeState:
         self.stream.copy_(torch.tensor(streams))
         for tensor in (self.length, self.root, self.count, self.done):
             tensor.zero_()
+
+    def retire(self, row: int) -> None:
+        """This sequence has ended: it advances no more, and what rounds still write for it goes to its first rows."""
+        self.done[row], self.length[row], self.count[row] = True, 0, 0
 
     def begin(self, row: int, prompt: torch.Tensor, feature: torch.Tensor, first: torch.Tensor) -> None:
         """A prompt [T] is in the caches; `first` is the token picked after it, feature [h] that of its last token."""

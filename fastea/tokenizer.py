@@ -49,6 +49,12 @@ class Tokenizer:
         longest_first = sorted(specials, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if specials else None
 
+    @property
+    def end_id(self) -> int | None:
+        """The id that ends a turn: the tokenizer's own end marker if it stops, else the lowest stop id."""
+        own = self.specials.get(self.markers.get("eos_token", ""))
+        return own if own in self.stop_ids else min(self.stop_ids, default=None)
+
     def __len__(self) -> int:
         return len(self.pieces)
 
@@ -234,7 +240,10 @@ def from_folder(folder: Path, config_stops: Iterable[int]) -> Tokenizer:
     if isinstance(template, list):
         template = next((t["template"] for t in template if t.get("name") == "default"), None)
     if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        try:
+            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise FasteaError(f"{folder / 'chat_template.jinja'}: not UTF-8") from None
     stops = {*config_stops, *ids_of(generation.get("eos_token_id"))}
     markers = {name: value for name in ("bos_token", "eos_token") if (value := marker(name))}
 
@@ -301,7 +310,7 @@ def from_gguf(meta: dict[str, Any], where: str, config_stops: Iterable[int]) -> 
     """The vocabulary inside a GGUF file: byte-level BPE ("gpt2") or sentencepiece ("llama")."""
     tokens, types = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.token_type")
     kind = meta.get("tokenizer.ggml.model")
-    if not tokens or not types or kind not in ("gpt2", "llama"):
+    if not tokens or not types or len(tokens) != len(types) or kind not in ("gpt2", "llama"):
         raise FasteaError(f"{where}: the tokenizer {kind!r} is not supported (gpt2 and llama are)")
     rule = meta.get("tokenizer.ggml.pre", "gpt-2")
 

@@ -17,12 +17,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fastea.checkpoint import fingerprint
 from fastea.config import FasteaError
 from fastea.demo import cache_folder, demo_model
-from fastea.eagle import load_head, save_head
+from fastea.eagle import save_head, write_config
 from fastea.loading import load
 from fastea.training.acceptance import measure
 from fastea.training.answers import write_answers
@@ -73,26 +71,31 @@ def main() -> int:
 
 def train(args: argparse.Namespace) -> None:
     checkpoint = Path(args.checkpoint) if args.checkpoint else demo_model()
+    for name in ("held_out", "acceptance_prompts", "warmup", "max_len", "answer_batch"):
+        if getattr(args, name) < 1:
+            raise FasteaError(
+                f"--{name.replace('_', '-')} {getattr(args, name)} is not possible; it must be at least 1"
+            )
     work = args.work or cache_folder() / "training" / checkpoint.stem
     work.mkdir(parents=True, exist_ok=True)
     rows = answered(read_lines(args.data), checkpoint, work, args)
-    generator = load(checkpoint, head="none", drafter="none", max_seq_len=args.max_len, dtype="float32")
+    generator = load(checkpoint, head="none", drafter="none", max_seq_len=args.max_len, device="cpu", dtype="float32")
     model, tokenizer = generator.model, generator.tokenizer
     samples = make_samples(rows, tokenizer, args.system, args.max_len)
     if len(samples) < 2 * args.held_out:
         raise FasteaError(
             f"{args.data}: {len(samples)} usable samples; --held-out {args.held_out} needs at least twice as many"
         )
-    held = FeatureStore(work / "held", samples[-args.held_out :], model.config.hidden_size)
-    store = FeatureStore(work / "train", samples[: -args.held_out], model.config.hidden_size)
+    held = FeatureStore(work / "held", samples[-args.held_out :], model)
+    store = FeatureStore(work / "train", samples[: -args.held_out], model)
     held.fill(model)
     store.fill(model, limit=args.limit)
     recipe = Recipe(**{item.name: getattr(args, item.name) for item in fields(Recipe)})
-    trainer = Trainer(model, store, held, recipe, work / "run")
+    trainer = Trainer(model, store, held, recipe, work / "run", args.limit)
     if args.resume and trainer.resume():
         print(f"resumed at step {trainer.step} of {trainer.total}", file=sys.stderr)
     trainer.run(args.time_budget * 60 if args.time_budget else None)
-    used = store.samples[: len(store)]
+    used = trainer.samples
     card: dict[str, Any] = {
         "target": fingerprint(model),
         "data": {
@@ -103,6 +106,7 @@ def train(args: argparse.Namespace) -> None:
         "recipe": asdict(recipe),
         "steps": trainer.step,
         "seconds": round(trainer.seconds),
+        "losses": {"feature": round(trainer.losses[0], 4), "token": round(trainer.losses[1], 4)},
         "held_out_top": trainer.evaluate(),
     }
     head = trainer.finished()
@@ -110,12 +114,12 @@ def train(args: argparse.Namespace) -> None:
     plot(trainer.folder / "log.jsonl", args.out / "training.png")
     prompts = [r["prompt"] for r in rows if r.get("answer") and not r.get("looping")][-args.acceptance_prompts :]
     del generator
-    used_head = load(checkpoint, head=args.out, tree="eagle1")
+    used_head = load(checkpoint, head=args.out, tree="eagle1", device="cpu")
     card["acceptance"] = {
-        "greedy": measure(used_head, prompts, 96),
-        "temperature 0.8": measure(used_head, prompts, 96, temperature=0.8, seed=0),
+        "greedy": measure(used_head, prompts, 96, system=args.system),
+        "temperature 0.8": measure(used_head, prompts, 96, system=args.system, temperature=0.8, seed=0),
     }
-    save_head(load_head(args.out, used_head.model, torch.float32, "cpu"), args.out, card)
+    write_config(head, args.out, card)
     print(json.dumps({"held_out_top": card["held_out_top"], **card["acceptance"]}))
 
 
@@ -129,7 +133,10 @@ def answered(
     target = load(checkpoint, head="none", drafter="none", max_seq_len=args.max_len + args.answer_tokens)
     kept = [p for p in open_prompts if len(target.encode(p, args.system)) + args.answer_tokens <= target.max_seq_len]
     out = work / "answers.jsonl"
-    write_answers(target, kept, out, args.answer_batch, args.answer_tokens, args.answer_temperature, args.seed)
+    write_answers(
+        target, kept, out, batch=args.answer_batch, max_new_tokens=args.answer_tokens,
+        temperature=args.answer_temperature, seed=args.seed, system=args.system,
+    )  # fmt: skip
     return [r for r in rows if r.get("answer")] + read_lines(out)
 
 

@@ -161,6 +161,7 @@ def test_underscores_are_dashes_in_names_only():
         (["--system", "x", "--raw"], "system message needs"),
         (["--seed", "-4"], "seed -4"),
         (["--device", "tpu"], "known are"),
+        (["--device", "cuda:x"], "known are"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, folder, argv, message):
@@ -169,6 +170,23 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, folder, argv, message):
     code, out, err = run(capsys, *argv)
     assert code == 2 and out == ""
     assert message in err and err.startswith("fastea: error: ") and len(err.strip().splitlines()) == 1
+
+
+def test_a_file_that_may_not_be_read(capsys, folder, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    code, _, err = run(capsys, "--checkpoint", folder)
+    assert code == 2 and "Permission denied" in err and len(err.splitlines()) == 1
+
+
+def test_output_that_cannot_show_a_character(folder):
+    """An ASCII terminal gets replacement marks, not a traceback."""
+    command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(folder), "--prompt", "hi", "--ignore-eos"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*command, "--max-new-tokens", "60"], env=environment, capture_output=True, check=False)
+    assert done.returncode == 0 and b"?" in done.stdout and b"Traceback" not in done.stderr
 
 
 def test_cuda_that_is_not_there(capsys, folder, monkeypatch):

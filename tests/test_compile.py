@@ -14,8 +14,15 @@ needs_compiler = pytest.mark.skipif(not can_compile("cpu"), reason="no C++ compi
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", ["eagle", "ngram", "plain"])
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 3}])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("eagle", {}),
+        ("ngram", {}),
+        ("plain", {}),
+        ("eagle", {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 3}),
+    ],
+)
 def test_no_recompiles_over_prompts_of_six_lengths(kind, settings):
     torch._dynamo.reset()
     target = tiny_target()

@@ -146,7 +146,7 @@ def broken(change):
             r"\(60, 64\), the target's \(64, 64\)",
         ),
         (lambda f, t: published(f, t, vocab_size=60), "60 ids, the target's 64"),
-        (lambda f, t: published(f, t, rope_scaling={"type": "linear"}), "rope_scaling"),
+        (lambda f, t: published(f, t, rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling"),
         (lambda f, t: published(f, t, head_dim=20), "q_proj has 64 rows"),
         (lambda f, t: published(f, tiny_target(hidden_size=48, head_dim=16)), "belongs to another model"),
     ],
@@ -183,8 +183,9 @@ def test_reduced_vocabulary_proposes_only_its_ids():
         target, byte_tokenizer(64), EagleDrafter(head, Tree([(0,), (1,), (0, 0)], "t")), max_seq_len=64
     )
     for settings in ({}, {"temperature": 1.0, "seed": 0}):
-        run = generator.stream([1, 2, 3], max_new_tokens=20, **settings)
-        list(run)
+        run = generator.stream([1, 2, 3], max_new_tokens=40, **settings)
+        for _ in range(10):
+            next(run)
         with torch.inference_mode():
             drafted = generator.drafter.propose(generator.state(1)).tokens[0, 1:]
         assert set(drafted.tolist()) <= set(ids.tolist())
@@ -199,8 +200,9 @@ def test_drafted_tokens_equal_a_reference_without_cache(tree):
     head.bind(target, 128)
     generator = Generator(target, byte_tokenizer(64), EagleDrafter(head, tree), max_seq_len=128)
     ids = [9, 4, 7, 1]
-    run = generator.stream(ids, max_new_tokens=12)
-    list(run)
+    run = generator.stream(ids, max_new_tokens=100)
+    for _ in range(6):
+        next(run)
     state = generator.state(1)
     with torch.inference_mode():
         draft = generator.drafter.propose(state).tokens[0].tolist()

@@ -81,7 +81,9 @@ def test_small_temperature_is_greedy_and_finite():
     key = noise_key(torch.tensor(3), torch.zeros(1, dtype=torch.int64), torch.arange(4)[None], PICK)[0]
     assert torch.equal(pick(logits, key, Sampling(1e-4)), logits.argmax(-1))
     assert torch.equal(pick(logits, key, Sampling(0.0)), logits.argmax(-1))
-    assert log_probs(logits, Sampling(1e-30)).isnan().sum() == 0
+    for temperature in (1e-30, 1e-44):
+        assert log_probs(logits, Sampling(temperature)).isnan().sum() == 0
+        assert torch.equal(pick(logits, key, Sampling(temperature)), logits.argmax(-1))
 
 
 def test_greedy_ties_go_to_the_lowest_id():

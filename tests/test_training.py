@@ -1,6 +1,7 @@
 """Training: which rows are supervised, what the losses are, and that a run learns, stops and resumes."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def test_inputs_and_targets_line_up(tmp_path):
     """Row p gets the embedding of t_{p+1} beside f_p, and its target is f_{p+1}."""
     target = tiny_target()
     sample = Sample((10, 11, 12, 13, 14), 3)
-    store = FeatureStore(tmp_path / "s", [sample], 64)
+    store = FeatureStore(tmp_path / "s", [sample], target)
     store.fill(target)
     tokens, features, rows = Batches(store, [0], 100, 0).load([0])
     inputs = head_inputs(target, torch.ones(128), tokens, features, 0.0, 0)
@@ -50,10 +51,10 @@ def test_features_are_the_targets_own_and_resume(tmp_path):
     target = tiny_target()
     generator = torch.Generator().manual_seed(0)
     samples = [Sample((1, 2, 3, *torch.randint(64, (n,), generator=generator).tolist()), 5) for n in range(2, 24)]
-    store = FeatureStore(tmp_path / "s", samples, 64)
+    store = FeatureStore(tmp_path / "s", samples, target)
     store.fill(target, batch=4, limit=10)
     assert len(store) == 10
-    again = FeatureStore(tmp_path / "s", samples, 64)
+    again = FeatureStore(tmp_path / "s", samples, target)
     assert len(again) == 10
     again.fill(target, batch=4)
     for i, sample in enumerate(samples):
@@ -62,7 +63,8 @@ def test_features_are_the_targets_own_and_resume(tmp_path):
         with torch.inference_mode():
             alone = target(ids, torch.arange(ids.shape[1])[None], torch.zeros(1, dtype=torch.int64), None, cache)
         torch.testing.assert_close(again.features(i).float(), alone[0], atol=5e-3, rtol=2e-3)
-    assert len(FeatureStore(tmp_path / "s", samples[:-1], 64)) == 0  # other data: nothing is taken over
+    for other in ((samples[:-1], target), (samples, tiny_target(5))):  # other data, another target: nothing is reused
+        assert len(FeatureStore(tmp_path / "s", *other)) == 0
 
 
 def test_chunked_cross_entropy_equals_autograd():
@@ -107,7 +109,7 @@ def test_samples_end_marks_and_what_is_left_out():
 def stores(tmp_path):
     target, tokenizer = tiny_target(), byte_tokenizer(64, (2,))
     samples = make_samples(conversations(60), tokenizer, None, 64)
-    held, train = FeatureStore(tmp_path / "h", samples[:10], 64), FeatureStore(tmp_path / "t", samples[10:], 64)
+    held, train = FeatureStore(tmp_path / "h", samples[:10], target), FeatureStore(tmp_path / "t", samples[10:], target)
     held.fill(target)
     train.fill(target)
     return target, train, held
@@ -156,9 +158,30 @@ def test_interrupted_run_resumes_to_the_same_weights(tmp_path, stores):
     second.run()
     for a, b in zip(whole.head.parameters(), second.head.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
     other = Trainer(target, train, held, Recipe(**(RECIPE | {"noise": 0.2})), tmp_path / "parts")
     with pytest.raises(FasteaError, match="noise"):
         other.resume()
+    fewer = Trainer(target, train, held, recipe, tmp_path / "parts", limit=20)
+    with pytest.raises(FasteaError, match="data"):
+        fewer.resume()
+
+
+def test_batches_go_on_over_epochs_of_different_size():
+    """Every sample once an epoch, no batch lost or repeated at the seams, from whatever step a run resumes."""
+
+    samples = [Sample(tuple(range(2 + (7 * i) % 90)), 1) for i in range(1500)]
+    batches = Batches(SimpleNamespace(samples=samples), list(range(1500)), 512, 3)  # type: ignore[arg-type]
+    sizes = [len(batches.epoch(n)) for n in range(8)]
+    assert len(set(sizes)) > 1  # or this test shows nothing
+    stream = batches.following(0)
+    seen = [next(stream) for _ in range(sum(sizes))]
+    for n in range(8):
+        part = seen[sum(sizes[:n]) : sum(sizes[: n + 1])]
+        assert sorted(i for group in part for i in group) == list(range(1500))
+    for step in (1, sizes[0] - 1, sizes[0], sizes[0] + 1, sum(sizes[:5]), sum(sizes[:7])):
+        assert next(batches.following(step)) == seen[step]
 
 
 def test_time_budget_ends_a_run(tmp_path, stores):
@@ -175,8 +198,10 @@ def test_answers_are_the_targets_own_and_resume(tmp_path):
     generator = Generator(target, byte_tokenizer(64), None, max_seq_len=64)
     prompts = ["abc", "de", "fghi", "jk", "lm"]
     out = tmp_path / "answers.jsonl"
-    write_answers(generator, prompts[:2], out, 2, 10, 0.0, 0)
-    write_answers(generator, prompts, out, 2, 10, 0.0, 0)
+    write_answers(generator, prompts[:2], out, batch=2, max_new_tokens=10)
+    with out.open("a") as f:
+        f.write('{"prompt": "half a li')  # an interruption
+    write_answers(generator, prompts, out, batch=2, max_new_tokens=10)
     rows = read_lines(out)
     assert [r["prompt"] for r in rows] == prompts
     for row in rows:

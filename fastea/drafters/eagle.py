@@ -75,17 +75,15 @@ class EagleDrafter:
     ) -> torch.Tensor:
         """Ranked children of every expanded row: [B, R, C] target ids."""
         width = min(self.tree.children.shape[1], logits.shape[-1])
-        if not state.sampling.greedy and (probs is not None or self.by_noise):
-            purpose = PICK if probs is None else CHILDREN
+        if probs is not None:
             scores = log_probs(logits, state.sampling)
-            if probs is not None:
-                probs[:, rows[:, None], self.ids] = scores.exp()
-                # siblings of different parents must not share their draws: the parent's slot joins the position
-                places = (state.length + depth)[:, None] * 64 + rows
-                logits = scores + gumbel(noise_key(state.seed, state.stream, places, purpose), self.ids)
-            else:
-                key = noise_key(state.seed, state.stream, (state.length + depth)[:, None], purpose)
-                logits = torch.log_softmax(logits / state.sampling.temperature, -1) + gumbel(key, self.ids)
+            probs[:, rows[:, None], self.ids] = scores.exp()
+            # siblings of different parents must not share their draws: the parent's slot joins the position
+            places = (state.length + depth)[:, None] * 64 + rows
+            logits = scores + gumbel(noise_key(state.seed, state.stream, places, CHILDREN), self.ids)
+        elif self.by_noise and not state.sampling.greedy:
+            key = noise_key(state.seed, state.stream, (state.length + depth)[:, None], PICK)
+            logits = torch.log_softmax(logits / state.sampling.temperature, -1) + gumbel(key, self.ids)
         chosen = self.head.target_ids(logits.topk(width, dim=-1).indices)
         short = self.tree.children.shape[1] - width
         return chosen if not short else torch.cat((chosen, chosen[..., -1:].expand(-1, -1, short)), -1)

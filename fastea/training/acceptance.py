@@ -17,7 +17,7 @@ class AcceptanceTable:
     (depth, rank), and the child that was accepted is a hit."""
 
     def __init__(self, tree: Tree):
-        self.tree = tree
+        self.tree = tree = tree.to("cpu")
         width = tree.children.shape[1]
         self.trials, self.hits = torch.zeros(tree.depth_max + 1, width), torch.zeros(tree.depth_max + 1, width)
 

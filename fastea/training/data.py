@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     try:
         with opener(path, "rt", encoding="utf-8") as f:
             rows = [json.loads(line) for line in f if line.strip()]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise FasteaError(f"{path}: not readable as JSON lines ({error})") from None
     if not rows or not all(isinstance(r, dict) for r in rows):
         raise FasteaError(f"{path}: every line must be a JSON object, and there must be one")
@@ -59,7 +60,6 @@ def make_samples(rows: list[dict[str, Any]], tokenizer: Tokenizer, system: str |
 
     Answers marked as looping and sequences longer than max_len tokens are left out.
     """
-    end = min(tokenizer.stop_ids) if tokenizer.stop_ids else None
     samples = []
     for row in rows:
         if row.get("looping") or not row.get("answer"):
@@ -68,9 +68,9 @@ def make_samples(rows: list[dict[str, Any]], tokenizer: Tokenizer, system: str |
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
         prompt = tokenizer.encode_chat(messages) if tokenizer.template else tokenizer.encode_prompt(row["prompt"])
-        answer = row["ids"] if "ids" in row else tokenizer.encode_text(row["answer"])
-        if row.get("finished") and end is not None:
-            answer = [*answer, end]
+        answer = row.get("ids") or tokenizer.encode_text(row["answer"])
+        if row.get("finished") and "ids" not in row and tokenizer.end_id is not None:
+            answer = [*answer, tokenizer.end_id]
         if len(prompt) + len(answer) <= max_len:
             samples.append(Sample((*prompt, *answer), len(prompt)))
     return samples

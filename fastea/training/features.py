@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from fastea.checkpoint import fingerprint
 from fastea.llama import Llama
 from fastea.training.data import Sample
 
@@ -25,17 +26,18 @@ class FeatureStore:
     """Samples and their features. `features(i)`: [length, hidden] fp16 of sample i; len(): the filled samples.
     shared: tokens that all samples start with."""
 
-    def __init__(self, folder: Path, samples: list[Sample], hidden: int):
+    def __init__(self, folder: Path, samples: list[Sample], model: Llama):
         self.folder, self.samples = folder, samples
+        hidden = model.config.hidden_size
         self.offsets = np.concatenate(([0], np.cumsum([len(s.tokens) for s in samples])))
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps([[s.answer_start, *s.tokens] for s in samples])
+        text = json.dumps([hidden, fingerprint(model), [[s.answer_start, *s.tokens] for s in samples]])
         self.shared = _common_prefix(samples)
-        identity = hashlib.sha256(text.encode()).hexdigest()
+        self.identity = hashlib.sha256(text.encode()).hexdigest()
         stamp, data = folder / "samples.sha256", folder / "features.f16"
-        if not stamp.exists() or stamp.read_text() != identity or not data.exists():
+        if not stamp.exists() or stamp.read_text() != self.identity or not data.exists():
             self._mark(0)
-            stamp.write_text(identity)
+            stamp.write_text(self.identity)
             with data.open("wb") as f:
                 f.truncate(int(self.offsets[-1]) * hidden * 2)
         self.data = np.memmap(data, dtype=np.float16, mode="r+", shape=(int(self.offsets[-1]), hidden))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,13 @@ class Batches:
             batches.append(group)
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
+    def following(self, step: int) -> Iterator[list[int]]:
+        """The batches after the first `step` ones, epoch after epoch without end; epochs may differ by a batch."""
+        for number in itertools.count():
+            order = self.epoch(number)
+            yield from order[step:]
+            step = max(0, step - len(order))
+
     def load(self, group: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """tokens [B, T], features [B, T, h] fp32, supervised rows [B, T]; right-padded with zeros."""
         samples = [self.store.samples[i] for i in group]
@@ -132,17 +141,25 @@ def head_inputs(
 class Trainer:
     """One run: state in `folder` (checkpoint.pt, log.jsonl), resumable at any step."""
 
-    def __init__(self, target: Llama, train: FeatureStore, held: FeatureStore, recipe: Recipe, folder: Path):
+    def __init__(
+        self,
+        target: Llama,
+        train: FeatureStore,
+        held: FeatureStore,
+        recipe: Recipe,
+        folder: Path,
+        limit: int | None = None,
+    ):
         self.target, self.recipe, self.folder, self.held = target, recipe, folder, held
-        count = len(train)
+        count = min(len(train), limit or len(train))
         if not count or not len(held):
             raise FasteaError(f"{train.folder}: no features yet")
-        samples: list[Sample] = train.samples[:count]
+        self.samples: list[Sample] = train.samples[:count]
         draft_ids = draft_vocabulary(train.samples, recipe.draft_vocab) if recipe.draft_vocab else None
         self.batches = Batches(train, list(range(count)), recipe.batch_tokens, recipe.seed, recipe.prompt_rows)
         self.held_batches = Batches(held, list(range(len(held))), recipe.batch_tokens, recipe.seed)
         self.head = new_head(target, recipe, draft_ids)
-        self.head.bind(target, max(len(s.tokens) for s in samples + held.samples))
+        self.head.bind(target, max(len(s.tokens) for s in self.samples + held.samples))
         # fc sees inputs of unit variance while it is trained; the scale is folded into its weight afterwards.
         sample = torch.cat([train.features(i).float() for i in range(min(count, 200))])
         embedding = target.embed.weight.float().std().expand(target.config.hidden_size)
@@ -153,9 +170,9 @@ class Trainer:
         others = [p for p in self.head.parameters() if p.dim() <= 1]
         groups = [{"params": decay, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95))
-        self.step, self.seconds = 0, 0.0
-        self.per_epoch = len(self.batches.epoch(0))
-        self.total = max(1, round(recipe.epochs * self.per_epoch))
+        self.step, self.seconds, self.losses = 0, 0.0, (0.0, 0.0)
+        self.total = max(1, round(recipe.epochs * len(self.batches.epoch(0))))
+        self.data = [train.identity, count]
         folder.mkdir(parents=True, exist_ok=True)
 
     def resume(self) -> bool:
@@ -165,19 +182,22 @@ class Trainer:
             return False
         state = torch.load(path, weights_only=True)
         changed = {k for k, v in asdict(self.recipe).items() if state["recipe"].get(k) != v and k != "epochs"}
+        if state["data"] != self.data:
+            changed.add("data")
         if changed:
             raise FasteaError(
                 f"{path}: was made with other settings ({', '.join(sorted(changed))}); use another --work"
             )
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.seconds = state["step"], state["seconds"]
+        self.step, self.seconds, self.scale = state["step"], state["seconds"], state["scale"]
         return True
 
     def save(self) -> None:
-        state = {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        state: dict[str, Any] = {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state |= {"step": self.step, "seconds": self.seconds, "scale": self.scale}
         temporary = self.folder / "checkpoint.new"
-        torch.save(state | {"seconds": self.seconds, "recipe": asdict(self.recipe)}, temporary)
+        torch.save(state | {"recipe": asdict(self.recipe), "data": self.data}, temporary)
         temporary.replace(self.folder / "checkpoint.pt")
 
     def rate(self, budget: float | None) -> float:
@@ -192,22 +212,22 @@ class Trainer:
         """Train to the end of the epochs or of the time budget (seconds), logging and saving on the way."""
         bar = tqdm(total=self.total, initial=self.step, unit="step", desc="training")
         begin = time.monotonic() - self.seconds
-        while self.step < self.total and not (budget and self.seconds >= budget):
-            order = self.batches.epoch(self.step // self.per_epoch)
-            for group in order[self.step % self.per_epoch :]:
-                feature_loss, token_loss = self.train_step(group, budget)
-                self.step += 1
-                self.seconds = time.monotonic() - begin
-                bar.update(1)
-                last = self.step >= self.total or bool(budget and self.seconds >= budget)
-                if self.step % 20 == 0 or last:
-                    bar.set_postfix(feature=f"{feature_loss:.3f}", token=f"{token_loss:.3f}")
-                    self.log(step=self.step, seconds=self.seconds, feature=feature_loss, token=token_loss)
-                if self.step % evaluate_every == 0 or last:
-                    self.log(step=self.step, seconds=self.seconds, held=self.evaluate())
-                    self.save()
-                if last:
-                    break
+        self.forget_log_after(self.step)
+        for group in self.batches.following(self.step):
+            if self.step >= self.total or (budget and self.seconds >= budget):
+                break
+            self.losses = self.train_step(group, budget)
+            self.step += 1
+            self.seconds = time.monotonic() - begin
+            bar.update(1)
+            last = self.step >= self.total or bool(budget and self.seconds >= budget)
+            if self.step % 20 == 0 or last:
+                feature, token = self.losses
+                bar.set_postfix(feature=f"{feature:.3f}", token=f"{token:.3f}")
+                self.log(step=self.step, seconds=self.seconds, feature=feature, token=token)
+            if self.step % evaluate_every == 0 or last:
+                self.log(step=self.step, seconds=self.seconds, held=self.evaluate())
+                self.save()
         bar.close()
 
     @torch.no_grad()
@@ -259,6 +279,12 @@ class Trainer:
     def log(self, **entry: Any) -> None:
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as f:
             f.write(json.dumps(entry) + "\n")
+
+    def forget_log_after(self, step: int) -> None:
+        """A fresh or resumed run does not repeat steps in its log."""
+        path = self.folder / "log.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
 
     def finished(self) -> EagleHead:
         """The head as it is used: the input scale folded into fc."""
