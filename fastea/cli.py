@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--head",
         default="auto",
-        help="auto: the shipped head that fits, else CHECKPOINT's folder 'eagle'; none; or a folder",
+        help="auto: the shipped head that fits, else a folder 'eagle' beside CHECKPOINT; none; or a folder",
     )
     add(
         "--drafter",
@@ -38,7 +38,10 @@ def parser() -> argparse.ArgumentParser:
         choices=["auto", "eagle", "ngram", "none"],
         help="what proposes tokens (default: auto)",
     )
-    add("--tree", help="eagle1 (26 nodes with the root, default), chain:K (K drafted tokens), or a .json list of paths")
+    add(
+        "--tree",
+        help="eagle1 (26 nodes, root included; default), chain:K (K drafts; ngram's default: 8), or a .json of paths",
+    )
     add("--max-new-tokens", type=int, default=256, help="longest answer in tokens (default 256)")
     add("--temperature", type=float, default=0.0, help="0 = greedy (default)")
     add("--top-k", type=int, default=0, help="sample among the K likeliest tokens; 0 = off (default)")
@@ -66,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         "--dtype",
         default="auto",
         choices=["auto", "float32", "float16", "bfloat16"],
-        help="auto: bfloat16 where the CPU has instructions for it, else float32",
+        help="auto: bfloat16 where the CPU has instructions for it, else float32; on a GPU 16 bit",
     )
     add("--max-seq-len", type=int, help="context in tokens, prompt and answer (default: the model's, at most 4096)")
     add("--system", help="system message (default: what the chat template puts)")

@@ -50,7 +50,7 @@ def test_few_libraries_are_imported():
     code = "import fastea; print(*sorted({m.split('.')[0] for m in sys.modules}))"
     loaded = set(python(code, Path("/")).split())
     assert {"torch", "safetensors"} <= loaded
-    assert not loaded & {"transformers", "tqdm", "gguf", "tokenizers", "triton", "jinja2", "matplotlib"}
+    assert not loaded & {"transformers", "gguf", "tokenizers", "triton", "jinja2", "matplotlib"}
 
 
 def test_imports_run_downward():
