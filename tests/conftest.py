@@ -143,3 +143,50 @@ def llama_model() -> bytes:
         remove_extra_whitespaces=False, minloglevel=2,
     )  # fmt: skip
     return out.getvalue()
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VOCAB = 300  # bytes, three markers, padding
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """A tiny chat checkpoint with a head beside it, written as published models are."""
+    import tokenizers
+    from safetensors.torch import save_file
+    from tokenizers import decoders, models, pre_tokenizers
+
+    from fastea.eagle import save_head
+
+    path = tmp_path_factory.mktemp("tiny model")
+    target = tiny_target(0, VOCAB)
+    c = target.config
+    state = {"model.embed_tokens.weight": target.embed.weight, "model.norm.weight": target.norm.weight}
+    state["lm_head.weight"] = target.lm_head.weight
+    for i, layer in enumerate(target.layers):
+        name = f"model.layers.{i}."
+        q, k, v = layer.qkv.weight.split([c.num_heads * c.head_dim, *[c.num_kv_heads * c.head_dim] * 2])
+        gate, up = layer.gate_up.weight.chunk(2)
+        state |= {f"{name}self_attn.{n}_proj.weight": t for n, t in zip("qkvo", (q, k, v, layer.o.weight), strict=True)}
+        state |= {f"{name}mlp.gate_proj.weight": gate, f"{name}mlp.up_proj.weight": up}
+        state |= {f"{name}mlp.down_proj.weight": layer.down.weight}
+        state |= {f"{name}input_layernorm.weight": layer.attn_norm.weight}
+        state |= {f"{name}post_attention_layernorm.weight": layer.mlp_norm.weight}
+    save_file({n: t.detach().contiguous().clone() for n, t in state.items()}, path / "model.safetensors")
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB}
+    write_json(
+        path / "config.json", config | {"rms_norm_eps": 1e-5, "max_position_embeddings": 512, "eos_token_id": 258}
+    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|end|>"])
+    backend.save(str(path / "tokenizer.json"))
+    write_json(path / "tokenizer_config.json", {"chat_template": CHATML, "eos_token": "<|im_end|>"})
+    save_head(tiny_head(target), path / "eagle", {})
+    return path

@@ -1,0 +1,72 @@
+"""The scripts as commands, on a tiny checkpoint."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from safetensors import safe_open
+
+ROOT = Path(__file__).parent.parent
+
+
+def script(name: str, *argv: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / name), *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def lines(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_train_a_head_from_prompts_alone(folder, tmp_path):
+    """Prompts -> the target's answers -> features -> a head with its card, which then drafts; resumable."""
+    data = lines(tmp_path / "prompts.jsonl", [{"prompt": f"say {i}"} for i in range(14)])
+    argv = ["--checkpoint", folder, "--data", data, "--out", tmp_path / "head", "--work", tmp_path / "work"]
+    argv += ["--held-out", 3, "--epochs", 2, "--warmup", 2, "--answer-tokens", 12, "--answer-batch", 5, "--max-len", 64]
+    argv += ["--acceptance-prompts", 2, "--draft-vocab", 40, "--system", "be brief"]
+    done = script("train_head.py", *argv)
+    assert done.returncode == 0, done.stderr
+    card = json.loads((tmp_path / "head" / "config.json").read_text())["fastea"]
+    assert card["data"]["samples"] == 11 and card["steps"] > 0 and card["losses"]["token"] > 0
+    assert set(card["acceptance"]) == {"greedy", "temperature 0.8"}
+    assert json.loads(done.stdout.splitlines()[-1])["held_out_top"] == card["held_out_top"]
+    assert (tmp_path / "head" / "training.png").exists() or "matplotlib" in done.stderr
+    with safe_open(tmp_path / "head" / "model.safetensors", "pt") as head:
+        assert len(head.get_tensor("draft_ids")) <= 40
+    answers = (tmp_path / "work" / "answers.jsonl").read_text()
+    again = script("train_head.py", *argv, "--resume")
+    assert again.returncode == 0 and "resumed at step" in again.stderr
+    assert (tmp_path / "work" / "answers.jsonl").read_text() == answers
+    used = script("evaluate.py", "acceptance", "--checkpoint", folder, "--head", tmp_path / "head", "--questions", data)
+    assert used.returncode == 0 and json.loads(used.stdout.splitlines()[-1])["tokens_per_round"]["in all"] >= 1
+
+
+def test_bad_training_input_is_one_line(folder, tmp_path):
+    data = lines(tmp_path / "prompts.jsonl", [{"prompt": "a", "answer": "b"}])
+    argv = ["--checkpoint", folder, "--data", data, "--out", tmp_path / "head", "--work", tmp_path / "work"]
+    for more, message in (
+        ([], "usable samples"),
+        (["--held-out", 0], "held-out"),
+        (["--data", "/absent.jsonl"], "/absent"),
+    ):
+        done = script("train_head.py", *argv, *more)
+        assert done.returncode == 2 and message in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_exactness_and_acceptance_over_questions(folder, tmp_path):
+    turns = [{"turns": ["one two", "more"], "category": "a"}, {"turns": ["three"], "category": "b"}]
+    common = ["--checkpoint", folder, "--questions", lines(tmp_path / "q.jsonl", turns), "--max-new-tokens", 16]
+    for more in ([], ["--temperature", 0.9, "--seed", 3]):
+        done = script("evaluate.py", "exactness", *common, "--exact", *more)
+        report = json.loads(done.stdout.splitlines()[-1])
+        assert done.returncode == 0 and report["equal"] == report["questions"] == 2 and report["differences"] == []
+    done = script("evaluate.py", "acceptance", *common, "--tree", "chain:2")
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert set(report["tokens_per_round"]) == {"a", "b", "in all"} and report["tree"] == "chain:2"
+    assert "| in all |" in done.stdout
+    bad = script(
+        "evaluate.py", "acceptance", "--checkpoint", folder, "--questions", lines(tmp_path / "x.jsonl", [{"q": 1}])
+    )
+    assert bad.returncode == 2 and len(bad.stderr.strip().splitlines()) == 1
