@@ -113,14 +113,14 @@ def main() -> None:
           f"{torch.get_num_threads()} threads.\n")  # fmt: skip
     print("## Matrix products (`F.linear`)\n")
     linear_table()
-    print("\nRow block: the multiple to which --exact pads row counts for this weight; 0 = row by row.\n")
+    print("\nRow block: the fewest rows to which --exact pads products with this weight; 0 = row by row.\n")
     packed_table()
     print("\n## Row-wise operators\n")
     rowwise_table()
     print("\n## Attention\n")
     attention_table()
     print(
-        "\nWhat follows: a product's rows are equal once row counts are padded to the row block, which is found anew on"
+        "\nWhat follows: a product's rows are equal once they are padded to at least the row block, which is found anew on"
         "\nevery machine at load; attention needs path order, one row a call. Both together are `--exact`."
     )
 
