@@ -120,8 +120,8 @@ def main() -> None:
     print("\n## Attention\n")
     attention_table()
     print(
-        "\nWhat follows: a product's rows are equal once they are padded to at least the row block, which is found anew on"
-        "\nevery machine at load; attention needs path order, one row a call. Both together are `--exact`."
+        "\nWhat follows: a product's rows are equal once they are padded to at least the row block, which is found"
+        "\nanew on every machine at load; attention needs path order, one row a call. Both together are `--exact`."
     )
 
 

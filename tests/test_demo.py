@@ -27,12 +27,20 @@ def model(demo_gguf):
     model.close()
 
 
-def test_logits_equal_transformers_reading_the_same_file(demo_gguf, model):
-    """transformers reads, dequantizes and un-permutes the GGUF by its own code."""
+def test_logits_equal_transformers(demo_gguf, model):
+    """The same dequantized weights in transformers' decoder; that they are the file's, un-permuted, is tested apart."""
     transformers = pytest.importorskip("transformers")
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        demo_gguf.parent, gguf_file=demo_gguf.name, dtype=torch.float32
-    )
+    c = model.model.config
+    config = transformers.LlamaConfig(
+        hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads, vocab_size=c.vocab_size,
+        rms_norm_eps=c.norm_eps, max_position_embeddings=c.max_position, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+    )  # fmt: skip
+    reference = transformers.LlamaForCausalLM(config).eval()
+    report = reference.load_state_dict(dict(Checkpoint(demo_gguf).tensors()), strict=False)
+    assert report.missing_keys == ["lm_head.weight"] and not report.unexpected_keys
+    reference.tie_weights()
     ids = torch.tensor([model.encode(PROMPT)])
     cache = model.model.new_cache(1, 128)
     with torch.inference_mode():
