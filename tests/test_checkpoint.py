@@ -524,13 +524,12 @@ def test_config_values():
     assert config_from_hf(RAW, "") == tiny_config()
     more = {
         "eos_token_id": [3, 4],
-        "bos_token_id": 1,
         "torch_dtype": "bfloat16",
         "hidden_act": "silu",
         "mlp_bias": None,
     }
     read_config = config_from_hf(RAW | more, "")
-    assert (read_config.eos_ids, read_config.bos_id, read_config.dtype) == ((3, 4), 1, torch.bfloat16)
+    assert (read_config.eos_ids, read_config.dtype) == ((3, 4), torch.bfloat16)
     both = {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2}}
     config = config_from_hf(RAW | both, "")
     assert config.rope_theta == 5e5 and config.rope_scaling.kind == "linear"
