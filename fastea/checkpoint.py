@@ -19,6 +19,9 @@ from safetensors import SafetensorError, safe_open
 
 from fastea.config import FasteaError, ModelConfig, config_from_gguf, config_from_hf
 from fastea.llama import Llama
+from fastea.quantize.forms import QuantizedWeight
+from fastea.quantize.imports import GGUF_SCHEMES, foreign, from_gguf_blocks
+from fastea.quantized import KEY, Quantizer, Weight, Weights, fused, read_foreign, read_own, refuse_other_bits
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -119,7 +122,7 @@ def read_weights(paths: list[Path]) -> Tensors:
 
 
 class Gguf:
-    """A GGUF file: metadata and dequantized tensors under Hugging Face names."""
+    """A GGUF file: metadata and tensors under Hugging Face names."""
 
     def __init__(self, path: Path):
         import gguf
@@ -138,23 +141,32 @@ class Gguf:
             raise FasteaError(f"{path}: not a GGUF file, or truncated ({error})") from None
         self.path = path
 
-    def tensors(self, config: ModelConfig) -> Tensors:
-        """F32 tensors by Hugging Face name; rope_freqs, if there, under its own."""
+    def tensors(self, config: ModelConfig, quant: str | None = None) -> Weights:
+        """By Hugging Face name; rope_freqs, if there, under its own. F32, but blocks of quant's number of bits, and the
+        embedding's (a tied LM head) and the LM head's of 8, stay as they are."""
         from gguf import dequantize
 
         for tensor in self.reader.tensors:
-            try:
-                values = dequantize(tensor.data, tensor.tensor_type)
+            kind, name = tensor.tensor_type.name, _gguf_name(tensor.name)
+            scheme = GGUF_SCHEMES.get(kind)
+            bits = "int8" if name in ("lm_head.weight", "model.embed_tokens.weight") else quant
+            data: Weight
+            if quant and scheme and f"int{scheme.bits}" == bits and tensor.data.ndim == 2:
+                data = from_gguf_blocks(tensor.data, kind)
+            else:
+                try:
+                    values = dequantize(tensor.data, tensor.tensor_type)
+                except NotImplementedError:
+                    raise FasteaError(
+                        f"{self.path}: {tensor.name} has the type {kind}, which is not supported"
+                    ) from None
                 data = torch.from_numpy(values if values.flags.writeable else values.copy())
-            except NotImplementedError:
-                kind = tensor.tensor_type.name
-                raise FasteaError(f"{self.path}: {tensor.name} has the type {kind}, which is not supported") from None
-            name = _gguf_name(tensor.name)
             if name.endswith(("q_proj.weight", "k_proj.weight")):  # GGUF stores rotary pairs side by side
                 heads = config.num_heads if "q_proj" in name else config.num_kv_heads
                 if data.shape[0] != heads * config.head_dim:
                     raise FasteaError(f"{self.path}: {tensor.name} is {tuple(data.shape)}, not {heads} heads")
-                data = data.view(heads, config.head_dim // 2, 2, -1).transpose(1, 2).reshape(data.shape)
+                rows = torch.arange(data.shape[0]).view(heads, config.head_dim // 2, 2).transpose(1, 2).flatten()
+                data = data.select(rows) if isinstance(data, QuantizedWeight) else data[rows]
             yield name, data
 
 
@@ -231,14 +243,14 @@ def _part_shape(whole: torch.Size, part: int, count: int, config: ModelConfig) -
     return (whole[0] // count, *whole[1:])
 
 
-def assign_tensors(model: torch.nn.Module, tensors: Tensors, dtype: torch.dtype, device: str, where: str) -> None:
+def assign_tensors(model: torch.nn.Module, tensors: Weights, quantizer: Quantizer, where: str) -> None:
     """Fill a meta-device model in place, fusing parts as they come. Raises FasteaError on any tensor that is
     unexpected, missing or of another shape."""
     wanted = dict(model.named_parameters())
-    parts: dict[str, dict[int, torch.Tensor]] = {}
+    parts: dict[str, dict[int, Weight]] = {}
     unexpected: list[str] = []
     for name, tensor in tensors:
-        target = our_name(name)
+        target = (name, 0, 1) if name in wanted else our_name(name)
         if target is None or target[0] not in wanted:
             unexpected.append(name)
             continue
@@ -250,9 +262,9 @@ def assign_tensors(model: torch.nn.Module, tensors: Tensors, dtype: torch.dtype,
         got[part] = tensor
         if len(got) < count:
             continue
-        whole = got[0] if count == 1 else torch.cat([got[i] for i in range(count)])
-        del parts[ours]
-        model.load_state_dict({ours: whole.to(device=device, dtype=dtype)}, strict=False, assign=True)
+        whole = fused([got[i] for i in range(count)])
+        del parts[ours], got, tensor  # at most one fused weight is held beside the model
+        quantizer.place(model, ours, whole)
     if unexpected:
         raise FasteaError(f"{where}: unexpected tensors: {_some(unexpected)}")
     missing = [_named(ours, parts.get(ours, ())) for ours, p in model.named_parameters() if p.is_meta]
@@ -276,27 +288,56 @@ class Checkpoint:
             self.config = config_from_gguf(self.gguf.meta, str(self.path))
             self.folder = self.path.parent
         elif self.path.is_dir():
-            self.folder = self.path
-            self.config = config_from_hf(read_json(self.path / "config.json"), str(self.path / "config.json"))
+            self.folder, where = self.path, str(self.path / "config.json")
+            self.raw = read_json(self.path / "config.json")
+            self.config = config_from_hf(self.raw, where)
             self.files = find_weights(self.path)
         else:
             raise FasteaError(f"{self.path}: no such checkpoint; give a Hugging Face folder or a .gguf file")
 
-    def tensors(self) -> Tensors:
-        """(Hugging Face name, tensor), shard by shard; rotary buffers of old files are left out."""
-        source = self.gguf.tensors(self.config) if self.gguf else read_weights(self.files)
-        return ((name, t) for name, t in source if not name.endswith("rotary_emb.inv_freq"))
+    def tensors(self, quant: str | None) -> Weights:
+        """(Hugging Face name, weight), shard by shard; rotary buffers of old files are left out. What is stored in
+        `quant`'s bits comes as it is; a file that was quantized to other bits is refused."""
+        if self.gguf:
+            return self.gguf.tensors(self.config, quant)
+        source = ((n, t) for n, t in read_weights(self.files) if not n.endswith("rotary_emb.inv_freq"))
+        where = str(self.path)
+        if KEY in self.raw:
+            refuse_other_bits(quant, str(self.raw[KEY].get("scheme")), "fastea", self.path)
+            return read_own(source, self.raw[KEY], where)
+        if self.raw.get("quantization_config"):
+            form = foreign(self.raw["quantization_config"], where)
+            refuse_other_bits(quant, form.name, form.method, self.path)
+            return read_foreign(source, form, where)
+        return iter(source)
 
-    def load(self, dtype: torch.dtype, device: str) -> Llama:
-        """The model, every parameter accounted for."""
+    @property
+    def quant(self) -> str | None:
+        """What the file itself is quantized to: "int8", "int4" or None. (A GGUF file is as --quant wants it.)"""
+        if self.gguf:
+            return None
+        if KEY in self.raw:
+            return str(self.raw[KEY].get("scheme"))
+        stored = self.raw.get("quantization_config")
+        return foreign(stored, str(self.path)).name if stored else None
+
+    def load(self, quantizer: Quantizer) -> Llama:
+        """The model, every parameter accounted for, kept as the quantizer decides."""
+        model = self.load_into(quantizer)
+        model.lm_head.share(model.embed.weight)
+        return model.eval()
+
+    def load_into(self, quantizer: Quantizer) -> Llama:
+        """Hand every parameter to the quantizer, which places it into the model that is returned."""
         with torch.device("meta"):
             model = Llama(self.config)
 
-        def tied(tensors: Tensors) -> Tensors:
+        def tied(tensors: Weights) -> Weights:
             """Without an LM head of its own, a tied (or GGUF) model scores with its embedding."""
             embedding, own = None, False
             for name, tensor in tensors:
                 if name == "rope_freqs.weight":
+                    assert isinstance(tensor, torch.Tensor)
                     model.rope_factors = tensor.float()
                     continue
                 embedding = tensor if name == "model.embed_tokens.weight" else embedding
@@ -305,10 +346,8 @@ class Checkpoint:
             if not own and embedding is not None and (self.config.tied or self.gguf):
                 yield "lm_head.weight", embedding
 
-        assign_tensors(model, tied(self.tensors()), dtype, device, str(self.path))
-        if torch.equal(model.embed.weight, model.lm_head.weight):
-            model.lm_head.weight = model.embed.weight  # type: ignore[assignment]  # one storage
-        return model.eval()
+        assign_tensors(model, tied(self.tensors(quantizer.quant)), quantizer, str(self.path))
+        return model
 
 
 def fingerprint(model: Llama) -> list[float]:

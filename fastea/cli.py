@@ -9,9 +9,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from fastea.answer import Output
 from fastea.config import FasteaError
+from fastea.generator import Generator
 from fastea.loading import load
-from fastea.runtime import note
+from fastea.runtime import note, peak_rss
 from fastea.sampling import Sampling
 
 
@@ -40,7 +44,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--tree",
-        help="eagle1 (26 nodes, root included; default), chain:K (K drafts; ngram's default: 8), or a .json of paths",
+        help="eagle1 (26 nodes, root included), chain:K (K drafts; ngram's default: 8), or a .json of paths; default "
+        "with a head: eagle1 on a GPU and in bf16 on a CPU with AMX, else chain:3",
     )
     add("--max-new-tokens", type=int, default=256, help="longest answer in tokens (default 256)")
     add("--temperature", type=float, default=0.0, help="0 = greedy (default)")
@@ -71,12 +76,27 @@ def parser() -> argparse.ArgumentParser:
         choices=["auto", "float32", "float16", "bfloat16"],
         help="auto: bfloat16 where the CPU has instructions for it, else float32; on a GPU 16 bit",
     )
+    add(
+        "--quant",
+        choices=["none", "int8", "int4"],
+        default="none",
+        help="int8 (one scale a row) or int4 (groups of 32): round the weights, or take GGUF blocks of as many bits as "
+        "they are; none (default): as the checkpoint has them, GGUF dequantized",
+    )
+    add("--head-quant", choices=["none", "int8", "int4"], default="none", help="the same for the head's weights")
     add("--max-seq-len", type=int, help="context in tokens, prompt and answer (default: the model's, at most 4096)")
     add("--system", help="system message (default: what the chat template puts)")
     add("--raw", action="store_true", help="continue the prompt as plain text, without the chat template")
     add("--ignore-eos", action="store_true", help="do not stop at end marks")
     add("--num-samples", type=int, default=1, help="answer this many times, with noise streams 0, 1, ... (default 1)")
     add("--compile", action="store_true", help="torch.compile prefill and round, once, before the first token")
+    add("--threads", type=int, help="threads of a CPU (default: torch's choice, one a core)")
+    add(
+        "--wait-policy",
+        choices=["active", "passive"],
+        help="what threads do between parallel parts: spin (active: fastest on a quiet machine, far slower on a loaded "
+        "one) or sleep (passive); default: OpenMP's own, which spins briefly",
+    )
     add("--json", action="store_true", help="print one JSON document instead of text")
     return p
 
@@ -113,6 +133,12 @@ def read_prompt(prompt: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser().parse_args(normalized(sys.argv[1:] if argv is None else argv))
+        if args.threads is not None:
+            if args.threads < 1:
+                raise FasteaError(f"--threads {args.threads} is not possible; it must be at least 1")
+            torch.set_num_threads(args.threads)
+        if args.wait_policy and os.environ.get("OMP_WAIT_POLICY", "").lower() != args.wait_policy:
+            restart(args.wait_policy)
         return run(args)
     except FasteaError as error:
         print(f"fastea: error: {error}", file=sys.stderr)
@@ -128,6 +154,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def restart(wait_policy: str) -> None:
+    """Start this very command again with OpenMP's variable set, which is read when torch is loaded."""
+    os.environ["OMP_WAIT_POLICY"] = wait_policy
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def run(args: argparse.Namespace) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character still gets the rest
@@ -137,14 +169,11 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed).with_seed()
     model = load(
         args.checkpoint, args.head, drafter=args.drafter, tree=args.tree, accept=args.accept, exact=args.exact,
+        quant=_or_none(args.quant), head_quant=_or_none(args.head_quant),
         max_seq_len=args.max_seq_len, device=args.device, dtype=args.dtype, compile=args.compile,
     )  # fmt: skip
     if model.tokenizer.template is None and not args.raw:
         note("this checkpoint has no chat template: continuing the prompt as plain text")
-    if model.compile:
-        note("compiling prefill and round, once ...")
-        model.warm_up(1, sampling)
-        note(f"compiled in {model.compile_s:.0f} s")
     documents: list[dict[str, Any]] = []
     stopped: BaseException | None = None
     for sample in range(args.num_samples):
@@ -153,6 +182,8 @@ def run(args: argparse.Namespace) -> int:
             top_p=sampling.top_p, seed=sampling.seed, stop=args.stop, system=args.system, raw=args.raw,
             ignore_eos=args.ignore_eos, streams=[sample],
         )  # fmt: skip
+        if sample == 0:
+            prepare(model, sampling, args)
         try:
             for piece in answer:
                 show(args, piece)
@@ -175,13 +206,28 @@ def run(args: argparse.Namespace) -> int:
     return 130 if stopped else 0
 
 
+def prepare(model: Generator, sampling: Sampling, args: argparse.Namespace) -> None:
+    """Say what memory is about to be taken, and compile."""
+    if not args.json:
+        size, cache = model.weight_bytes / 1e6, model.cache_bytes() / 1e6
+        note(f"weights {size:.0f} MB, KV cache {cache:.0f} MB for {model.max_seq_len} tokens")
+    if model.compile:
+        note("compiling prefill and round, once ...")
+        model.warm_up(1, sampling)
+        note(f"compiled in {model.compile_s:.0f} s")
+
+
+def _or_none(choice: str) -> str | None:
+    return None if choice == "none" else choice
+
+
 def show(args: argparse.Namespace, piece: str) -> None:
     if not args.json:
         sys.stdout.write(piece)
         sys.stdout.flush()
 
 
-def document(model: Any, output: Any) -> dict[str, Any]:
+def document(model: Generator, output: Output) -> dict[str, Any]:
     """Everything about one answer, as --json prints it."""
     return {
         "text": output.text,
@@ -197,19 +243,26 @@ def document(model: Any, output: Any) -> dict[str, Any]:
         "tokens_per_s": round(output.tokens_per_s, 3),
         "compile_s": round(model.compile_s, 3),
         "load_s": round(model.load_s, 3),
-        **{key: model.info[key] for key in ("dtype", "device", "quant", "tree", "head")},
+        "weight_bytes": model.weight_bytes,
+        "cache_bytes": model.cache_bytes(),
+        "peak_rss_bytes": peak_rss(),
+        "threads": torch.get_num_threads(),
+        **{key: value for key, value in model.info.items() if key != "model"},
         "seed": output.seed,
     }
 
 
-def summary(model: Any, output: Any) -> str:
+def summary(model: Generator, output: Output) -> str:
     """Three lines for a person."""
     info = model.info
     prefill = output.prompt_tokens / output.prefill_s if output.prefill_s else 0.0
     seed = "" if output.seed is None else f", seed {output.seed}"
+    quant = "" if info["quant"] == "none" else f" {info['quant']} ({info['bits_per_weight']:.2f} bits per weight),"
+    peak = f", peak memory {rss / 1e6:.0f} MB" if (rss := peak_rss()) else ""
     return (
         f"prefill  {output.prompt_tokens} tokens, {prefill:.1f} tokens/s\n"
         f"decode   {output.new_tokens} tokens, {output.tokens_per_s:.1f} tokens/s, "
         f"{output.tokens_per_round:.2f} tokens per round (accepted + 1), ended by {output.finish_reason}\n"
-        f"ran      {info['model']}, {info['dtype']} on {info['device']}, tree {info['tree']}, head {info['head']}{seed}"
+        f"ran      {info['model']},{quant} {info['dtype']} on {info['device']}, tree {info['tree']}, "
+        f"head {info['head']}{seed}{peak}"
     )

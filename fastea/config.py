@@ -65,7 +65,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
-    "quantization_config": (None,),
     "partial_rotary_factor": (1, None),
     "sliding_window": (None,),
 }
@@ -140,6 +139,37 @@ def rope_settings(raw: Mapping[str, Any], trained: int, where: str) -> tuple[flo
         low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
         high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
     )
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The config.json that `config_from_hf` reads as this configuration."""
+    raw: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "max_position_embeddings": config.max_position,
+        "tie_word_embeddings": config.tied,
+        "eos_token_id": list(config.eos_ids),
+    }
+    if scaling := config.rope_scaling:
+        raw["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
+        raw["max_position_embeddings"] = scaling.original_max_position
+        if scaling.kind == "llama3":
+            raw["max_position_embeddings"] = config.max_position
+            raw["rope_scaling"] |= {
+                "original_max_position_embeddings": scaling.original_max_position,
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+            }
+    return raw
 
 
 def config_from_gguf(meta: Mapping[str, Any], where: str) -> ModelConfig:

@@ -17,7 +17,9 @@ from torch import nn
 from fastea.cache import TREE_SLACK, KVCache
 from fastea.checkpoint import assign_tensors, find_weights, read_json, read_weights
 from fastea.config import FasteaError, ModelConfig, rope_settings, rope_table
-from fastea.llama import DecoderLayer, Linear, Llama
+from fastea.linear import Linear
+from fastea.llama import DecoderLayer, Llama
+from fastea.quantized import Quantizer
 
 
 class EagleHead(nn.Module):
@@ -35,20 +37,24 @@ class EagleHead(nn.Module):
         self.fc = Linear(2 * config.hidden_size, config.hidden_size, bias=fc_bias)
         self.layer = DecoderLayer(config, input_norm=False, qkv_bias=qkv_bias)
         self.card: dict[str, Any] = {}  # training record: data, losses, acceptance
+        self.quantizer: Quantizer | None = None
 
     def bind(self, target: Llama, max_seq_len: int) -> None:
         """Share the target's embedding and LM head (its draft vocabulary's rows, copied once)."""
-        lm = target.lm_head.weight.detach()  # plain tensors: no part of this module's own state
-        self.embed_weight = target.embed.weight.detach()
-        self.lm_weight = lm if self.draft_ids is None else lm[self.draft_ids.to(lm.device)].contiguous()
-        table = rope_table(self.config, max_seq_len + TREE_SLACK)
-        self.register_buffer("rope", table.to(lm.device), persistent=False)
+        self.embed_weight = target.embed.weight.detach()  # a plain tensor: no part of this module's own state
+        device = self.embed_weight.device
+        self.lm: Linear = target.lm_head
         if self.draft_ids is not None:
-            self.draft_ids = self.draft_ids.to(lm.device)
+            self.draft_ids = self.draft_ids.to(device)
+            self.lm = target.lm_head.subset(self.draft_ids)
+        if self.quantizer and self.quantizer.packs and type(self.lm) is Linear:
+            self.quantizer.place(self, "lm.weight", self.lm.weight)
+        table = rope_table(self.config, max_seq_len + TREE_SLACK)
+        self.register_buffer("rope", table.to(device), persistent=False)
 
-    def new_cache(self, batch: int, max_seq_len: int) -> KVCache:
-        c, like = self.config, self.fc.weight
-        return KVCache(1, batch, c.num_kv_heads, max_seq_len, c.head_dim, like.dtype, like.device)
+    def new_cache(self, batch: int, max_seq_len: int, device: str | None = None) -> KVCache:
+        c, like = self.config, self.layer.mlp_norm.weight
+        return KVCache(1, batch, c.num_kv_heads, max_seq_len, c.head_dim, like.dtype, device or like.device)
 
     def forward(
         self,
@@ -69,7 +75,7 @@ class EagleHead(nn.Module):
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         """Predicted features [..., h] -> fp32 logits over the draft vocabulary [..., Vd]."""
-        return F.linear(features, self.lm_weight).float()
+        return self.lm(features).float()
 
     def target_ids(self, draft: torch.Tensor) -> torch.Tensor:
         """Draft vocabulary indices -> target token ids."""
@@ -80,10 +86,11 @@ class EagleHead(nn.Module):
 _FIXED = {"hidden_act": "silu", "norm_before_residual": False, "norm_output": False}
 
 
-def load_head(folder: str | Path, target: Llama, dtype: torch.dtype, device: str) -> EagleHead:
+def load_head(folder: str | Path, target: Llama, quantizer: Quantizer) -> EagleHead:
     """Read an EAGLE-1 head folder (config.json, safetensors or weights-only .bin) for this target.
 
-    Presence of biases, KV heads and widths are read off the tensors; names may carry "model." or "eagle.".
+    quantizer: how its linear weights are kept, and its copy of the draft vocabulary's LM head rows. Presence of
+    biases, KV heads and widths are read off the tensors; names may carry "model." or "eagle.".
     Raises FasteaError for another architecture, a missing or unexpected tensor, or sizes that do not fit.
     """
     folder = Path(folder).expanduser()
@@ -156,9 +163,8 @@ def load_head(folder: str | Path, target: Llama, dtype: torch.dtype, device: str
         )
     with torch.device("meta"):
         head = EagleHead(config, "fc.bias" in state, "layers.0.self_attn.q_proj.bias" in state, draft_ids)
-    assign_tensors(
-        head, ((name.replace("layers.0.", "layer."), t) for name, t in state.items()), dtype, device, str(folder)
-    )
+    assign_tensors(head, ((n.replace("layers.0.", "layer."), t) for n, t in state.items()), quantizer, str(folder))
+    head.quantizer = quantizer
     head.card = raw.get("fastea", {})
     return head.eval()
 

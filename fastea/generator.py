@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as PyGenerator
+from typing import Any
 
 import torch
 
@@ -13,7 +15,7 @@ from fastea.config import FasteaError
 from fastea.drafters import Drafter
 from fastea.llama import Llama
 from fastea.round import Outcome, Round
-from fastea.runtime import compiled, note
+from fastea.runtime import available_bytes, compiled, freezing, note, tensor_bytes
 from fastea.sampling import PICK, Sampling, noise_key, pick
 from fastea.state import DecodeState
 from fastea.tokenizer import Message, Tokenizer
@@ -27,7 +29,7 @@ Prompt = str | Sequence[Message] | Sequence[int]
 class Generator:
     """A loaded model, ready to answer. Made by `fastea.load`.
 
-    drafter None = plain decoding. row_block: None = fast path, else the exact path. info: what runs, for reports
+    drafter None = plain decoding. row_sizes: None = fast path, else the exact path. info: what runs, for reports
     (model, dtype, device, quant, tree, head).
     """
 
@@ -39,21 +41,26 @@ class Generator:
         *,
         max_seq_len: int,
         rejection: bool = False,
-        row_block: int | None = None,
+        row_sizes: tuple[int, ...] | None = None,
         compile: bool = False,
-        info: dict[str, str] | None = None,
+        info: dict[str, Any] | None = None,
     ):
         self.model, self.tokenizer, self.drafter, self.max_seq_len = model, tokenizer, drafter, max_seq_len
         self.info, self.load_s, self.compile_s = info or {}, 0.0, 0.0
         self.tree: Tree = drafter.tree if drafter else chain(0).to(str(model.embed.weight.device))
-        self.round = Round(model, self.tree, drafter, rejection, row_block, len(tokenizer))
-        self.row_block, self.compile = row_block, compile
-        self._forward = compiled(model.forward) if compile else model.forward
-        self._step = compiled(self.round.__call__) if compile else self.round.__call__
+        self.round = Round(model, self.tree, drafter, rejection, row_sizes, len(tokenizer))
+        self.row_sizes = row_sizes
+        self._use(compile)
+        self.seconds = {"draft": 0.0, "verify": 0.0, "accept": 0.0}  # of all rounds; on a GPU, of launching them
         self._warm: set[tuple[int, Sampling]] = set()
         self._states: dict[int, DecodeState] = {}
         self.device = model.embed.weight.device
         self.closed = False
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, the head's included."""
+        return tensor_bytes(self.model, self.drafter.module if self.drafter else None)
 
     def encode(self, prompt: Prompt, system: str | None = None, raw: bool = False) -> list[int]:
         """Token ids of a prompt: text or messages through the chat template (raw: text as it is), ids as they are."""
@@ -102,10 +109,23 @@ class Generator:
         """
         return Run(self, [prompt], **options)  # type: ignore[arg-type]
 
+    def cache_bytes(self, batch: int = 1) -> int:
+        """Bytes of the KV caches for a batch, the drafter's included, made or not."""
+        caches = [self.model.new_cache(batch, self.max_seq_len, "meta")]
+        if self.drafter and (draft := self.drafter.new_cache(batch, self.max_seq_len, "meta")):
+            caches.append(draft)
+        return sum(cache.nbytes for cache in caches)
+
     def state(self, batch: int) -> DecodeState:
-        """The preallocated state for a batch size; the one of another size is given up."""
+        """The preallocated state for a batch size; the one of another size is given up. Refused if it cannot fit."""
         if batch not in self._states:
             self._states.clear()
+            needed, free = self.cache_bytes(batch), available_bytes(str(self.device))
+            if free is not None and needed > free:
+                raise FasteaError(
+                    f"the KV cache for {batch} x {self.max_seq_len} tokens takes {needed / 1e9:.1f} GB, "
+                    f"{free / 1e9:.1f} GB are free; lower --max-seq-len"
+                )
             with torch.inference_mode(False):  # the state outlives a caller's inference mode
                 cache = self.model.new_cache(batch, self.max_seq_len)
                 draft = self.drafter.new_cache(batch, self.max_seq_len) if self.drafter else None
@@ -119,15 +139,27 @@ class Generator:
             return
         begin = time.perf_counter()
         try:
-            self._run_twice(batch, sampling)
+            with freezing() if self._tuned else contextlib.nullcontext():
+                self._run_twice(batch, sampling)
         except FasteaError:
             raise
         except Exception as error:  # a compiler that is there but does not work
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             note(f"--compile is off: compiling failed ({reason}); running eager")
-            self.compile, self._forward, self._step = False, self.model.forward, self.round.__call__
+            self._use(compile=False)
         self._warm.add((batch, sampling.shape()))
         self.compile_s += time.perf_counter() - begin
+
+    def _use(self, compile: bool) -> None:
+        """The round's parts, compiled or as they are. Prefill stays eager: it is one forward of many rows."""
+        like = self.model.embed.weight
+        self.compile, self._tuned = compile, like.device.type == "cpu" and like.dtype == torch.bfloat16
+
+        def part(function: Callable[..., Any]) -> Callable[..., Any]:
+            return compiled(function, self._tuned) if compile else function
+
+        self._draft, self._verify = part(self.round.draft), part(self.round.verify)
+        self._accept = part(self.round.accept)
 
     def _run_twice(self, batch: int, sampling: Sampling) -> None:
         """A short prompt and two rounds: every shape that a run has."""
@@ -148,7 +180,7 @@ class Generator:
         for at in range(0, len(ids), CHUNK):
             start = torch.full((1,), at, device=self.device)
             chunk = tokens[at : at + CHUNK].clone()[None]  # cloned first: one stride, one compiled shape
-            features = self._forward(chunk, (at + steps)[None], start, None, cache)
+            features = self.model(chunk, (at + steps)[None], start, None, cache)
             if self.drafter:
                 self.drafter.prefill(tokens[None, at + 1 : at + 1 + CHUNK], features, start, draft)
         last = features[0, (len(ids) - 1) % CHUNK]
@@ -163,7 +195,15 @@ class Generator:
 
     @torch.inference_mode()
     def step(self, state: DecodeState) -> Outcome:
-        outcome: Outcome = self._step(state)
+        times = [time.perf_counter()]
+        draft = self._draft(state)
+        times.append(time.perf_counter())
+        features, logits = self._verify(state, draft)
+        times.append(time.perf_counter())
+        outcome: Outcome = self._accept(state, draft, features, logits)
+        times.append(time.perf_counter())
+        for name, begin, end in zip(self.seconds, times, times[1:], strict=False):
+            self.seconds[name] += end - begin
         if not bool((outcome.finite | state.done).all()):
             raise FasteaError(_NAN)
         return outcome
@@ -172,7 +212,7 @@ class Generator:
         """The same model and settings without a drafter, sharing the weights: what speculation is compared with."""
         info = self.info | {"tree": "none", "head": "none"}
         return Generator(
-            self.model, self.tokenizer, None, max_seq_len=self.max_seq_len, row_block=self.row_block,
+            self.model, self.tokenizer, None, max_seq_len=self.max_seq_len, row_sizes=self.row_sizes,
             compile=self.compile, info=info,
         )  # fmt: skip
 

@@ -13,21 +13,7 @@ from torch import nn
 from fastea.cache import TREE_SLACK, KVCache
 from fastea.config import ModelConfig, rope_table
 from fastea.kernels.attention import attend
-from fastea.kernels.linear import linear_rows
-
-
-class Linear(nn.Module):
-    """y = x W^T (+ b). row_block: None for the fastest call, else see `linear_rows`."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = False):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
-
-    def forward(self, x: torch.Tensor, row_block: int | None = None) -> torch.Tensor:
-        if row_block is None:
-            return F.linear(x, self.weight, self.bias)
-        return linear_rows(x, self.weight, self.bias, row_block)
+from fastea.linear import Linear
 
 
 class RMSNorm(nn.Module):
@@ -70,18 +56,18 @@ class DecoderLayer(nn.Module):
         self.gate_up = Linear(width, 2 * config.intermediate_size)
         self.down = Linear(config.intermediate_size, width)
 
-    def project(self, x: torch.Tensor, rope: torch.Tensor, row_block: int | None = None):
+    def project(self, x: torch.Tensor, rope: torch.Tensor, row_sizes: tuple[int, ...] | None = None):
         """x: [B, R, h] -> rotated queries [B, R, H, D], rotated keys and values [B, R, KV, D]."""
         normed = x if self.attn_norm is None else self.attn_norm(x)
         split = (self.heads, self.kv_heads, self.kv_heads)
-        q, k, v = self.qkv(normed, row_block).view(*x.shape[:2], -1, self.head_dim).split(split, dim=2)
+        q, k, v = self.qkv(normed, row_sizes).view(*x.shape[:2], -1, self.head_dim).split(split, dim=2)
         return rotate(q, rope), rotate(k, rope), v
 
-    def finish(self, x: torch.Tensor, mixed: torch.Tensor, row_block: int | None = None) -> torch.Tensor:
+    def finish(self, x: torch.Tensor, mixed: torch.Tensor, row_sizes: tuple[int, ...] | None = None) -> torch.Tensor:
         """x: [..., h] residual; mixed: [..., H, D] attention output -> [..., h]."""
-        x = x + self.o(mixed.flatten(-2), row_block)
-        gate, up = self.gate_up(self.mlp_norm(x), row_block).chunk(2, dim=-1)
-        return x + self.down(gated(gate, up, by_row=row_block is not None), row_block)
+        x = x + self.o(mixed.flatten(-2), row_sizes)
+        gate, up = self.gate_up(self.mlp_norm(x), row_sizes).chunk(2, dim=-1)
+        return x + self.down(gated(gate, up, by_row=row_sizes is not None), row_sizes)
 
     def forward(
         self,
@@ -92,11 +78,11 @@ class DecoderLayer(nn.Module):
         start: torch.Tensor,
         words: torch.Tensor | None,
         offset: int,
-        row_block: int | None,
+        row_sizes: tuple[int, ...] | None,
     ) -> torch.Tensor:
-        q, k, v = self.project(x, rope, row_block)
-        mixed = attend(q, k, v, k_cache, v_cache, start, words, offset, row_block is not None)
-        return self.finish(x, mixed, row_block)
+        q, k, v = self.project(x, rope, row_sizes)
+        mixed = attend(q, k, v, k_cache, v_cache, start, words, offset, row_sizes is not None)
+        return self.finish(x, mixed, row_sizes)
 
 
 class Llama(nn.Module):
@@ -119,9 +105,9 @@ class Llama(nn.Module):
         table = rope_table(self.config, max_seq_len + TREE_SLACK, self.rope_factors)
         self.register_buffer("rope", table.to(self.embed.weight.device), persistent=False)
 
-    def new_cache(self, batch: int, max_seq_len: int) -> KVCache:
+    def new_cache(self, batch: int, max_seq_len: int, device: str | None = None) -> KVCache:
         c, like = self.config, self.embed.weight
-        return KVCache(c.num_layers, batch, c.num_kv_heads, max_seq_len, c.head_dim, like.dtype, like.device)
+        return KVCache(c.num_layers, batch, c.num_kv_heads, max_seq_len, c.head_dim, like.dtype, device or like.device)
 
     def forward(
         self,
@@ -130,7 +116,7 @@ class Llama(nn.Module):
         start: torch.Tensor,
         words: torch.Tensor | None,
         cache: KVCache,
-        row_block: int | None = None,
+        row_sizes: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
         """tokens, positions: [B, R]; start: [B] committed length; words: [B, R] ancestor words, None = causal.
 
@@ -139,9 +125,9 @@ class Llama(nn.Module):
         x = self.embed(tokens)
         rope = self.rope[positions]
         for layer, k, v in zip(self.layers, cache.keys, cache.values, strict=True):
-            x = layer(x, rope, k, v, start, words, 0, row_block)
+            x = layer(x, rope, k, v, start, words, 0, row_sizes)
         return self.norm(x)
 
-    def logits(self, features: torch.Tensor, row_block: int | None = None) -> torch.Tensor:
+    def logits(self, features: torch.Tensor, row_sizes: tuple[int, ...] | None = None) -> torch.Tensor:
         """features: [..., hidden] -> fp32 logits [..., vocab]."""
-        return self.lm_head(features, row_block).float()
+        return self.lm_head(features, row_sizes).float()

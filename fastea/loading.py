@@ -15,8 +15,10 @@ from fastea.drafters.eagle import EagleDrafter
 from fastea.drafters.ngram import NgramDrafter
 from fastea.eagle import EagleHead, load_head
 from fastea.generator import Generator
-from fastea.kernels.linear import find_row_block
-from fastea.llama import Linear, Llama
+from fastea.kernels.rows import find_row_sizes
+from fastea.linear import distinct_products
+from fastea.llama import Llama
+from fastea.quantized import Quantizer
 from fastea.runtime import can_compile, note, resolve_device, resolve_dtype
 from fastea.tokenizer import from_folder, from_gguf
 from fastea.tree import Tree, parse_tree
@@ -32,19 +34,25 @@ def load(
     drafter: str = "auto",
     tree: str | Tree | None = None,
     accept: str = "match",
+    quant: str | None = None,
+    head_quant: str | None = None,
     exact: bool = False,
     max_seq_len: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
     compile: bool = False,
+    pack: bool = True,
 ) -> Generator:
     """Load a model for generation.
 
     checkpoint: a Hugging Face folder or a GGUF file; None is the demo model, fetched once. head: "auto" (a shipped
     head that fits, else the folder `eagle` beside the checkpoint, else none), "none", or a head's folder. drafter:
     "auto" (eagle if there is a head), "eagle", "ngram" or "none". tree: see `fastea.tree.parse_tree`; accept: "match"
-    (the same text for a seed with any drafter) or "rejection" (the paper's sampling). exact: the path whose rows do
-    not depend on the rows beside them. max_seq_len: context in tokens. Raises FasteaError with one clear line.
+    (the same text for a seed with any drafter) or "rejection" (the paper's sampling). quant: "int8" or "int4" rounds
+    the target's linear weights (GGUF blocks of as many bits stay as they are), None takes the file as it is, a GGUF
+    file dequantized; head_quant: the same for the head. exact: the path whose rows do
+    not depend on the rows beside them. max_seq_len: context in tokens. pack: False keeps the target's weights as plain
+    matrices, for training and quantizing. Raises FasteaError with one clear line.
     """
     begin = time.perf_counter()
     if drafter not in ("auto", "eagle", "ngram", "none"):
@@ -62,10 +70,12 @@ def load(
         tokenizer = from_gguf(files.gguf.meta, str(files.path), files.config.eos_ids)
     else:
         tokenizer = from_folder(files.folder, files.config.eos_ids)
-    kind = resolve_dtype(dtype, where, files.config.dtype)
-    model = files.load(kind, where)
+    stored = quant or files.quant
+    kind = resolve_dtype(dtype, where, files.config.dtype, stored is not None)
+    quantizer = Quantizer(quant, kind, where, pack)
+    model = files.load(quantizer)
     model.set_context(context)
-    found = _find_head(head, drafter, model, files.folder, kind, where)
+    found = _find_head(head, drafter, model, files.folder, Quantizer(head_quant, kind, where))
     proposer = _drafter(found, drafter, shape, model, context, accept == "rejection", where)
     if compile and not can_compile(where):
         note("--compile is off: no C++ compiler (or, on a GPU, no Triton) was found; running eager")
@@ -73,20 +83,22 @@ def load(
     if compile and exact:
         note("--compile is off: --exact runs eager, since compiled kernels may sum in another order")
         compile = False
-    block = find_row_block([m.weight for m in model.modules() if isinstance(m, Linear)]) if exact else None
+    row_sizes = find_row_sizes(distinct_products(model)) if exact else None
     generator = Generator(
         model,
         tokenizer,
         proposer,
         max_seq_len=context,
         rejection=accept == "rejection",
-        row_block=block,
+        row_sizes=row_sizes,
         compile=compile,
         info={
             "model": files.path.name,
             "dtype": str(kind).removeprefix("torch."),
             "device": where,
-            "quant": "none",
+            "quant": stored or "none",
+            "bits_per_weight": quantizer.bits_per_weight,
+            "head_quant": head_quant or "none",
             "tree": proposer.tree.name if proposer else "none",
             "head": found[0] if found else (proposer.name if proposer else "none"),
         },
@@ -96,7 +108,7 @@ def load(
 
 
 def _find_head(
-    head: str | Path, drafter: str, model: Llama, folder: Path, dtype: torch.dtype, device: str
+    head: str | Path, drafter: str, model: Llama, folder: Path, quantizer: Quantizer
 ) -> tuple[str, EagleHead] | None:
     """(name, head) by the rule of `load`, None where there is none to use."""
     if str(head) == "none" or drafter in ("ngram", "none"):
@@ -104,17 +116,24 @@ def _find_head(
             raise FasteaError("--drafter eagle needs a head, but --head is none")
         return None
     if str(head) != "auto":
-        return Path(head).name, load_head(head, model, dtype, device)
+        return Path(head).name, load_head(head, model, quantizer)
     for path in sorted(SHIPPED_HEADS.glob("*/config.json")):
         if same_model(model, read_json(path).get("fastea", {}).get("target", [])):
-            return path.parent.name, load_head(path.parent, model, dtype, device)
+            return path.parent.name, load_head(path.parent, model, quantizer)
     beside = folder / "eagle"
     if (beside / "config.json").is_file():
-        return str(beside), load_head(beside, model, dtype, device)
+        return str(beside), load_head(beside, model, quantizer)
     if drafter == "eagle":
         raise FasteaError(f"--drafter eagle: no head for this model; pass --head FOLDER or put one into {beside}")
     note("no head for this model: decoding plain (train one with scripts/train_head.py, or try --drafter ngram)")
     return None
+
+
+def default_tree(device: str, dtype: torch.dtype) -> str:
+    """The paper's tree where more rows cost little: on a GPU, and in bf16 on a CPU with AMX. Elsewhere a product's
+    time grows from a few rows on."""
+    flat = device.startswith("cuda") or (dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported())
+    return "eagle1" if flat else "chain:3"
 
 
 def _drafter(
@@ -128,7 +147,8 @@ def _drafter(
 ) -> Drafter | None:
     if found:
         found[1].bind(model, context)
-        return EagleDrafter(found[1], (tree or parse_tree("eagle1")).to(device), rejection)
+        shape = tree or parse_tree(default_tree(device, model.embed.weight.dtype))
+        return EagleDrafter(found[1], shape.to(device), rejection)
     if drafter == "ngram":
         shape = tree or parse_tree("chain:8")
         if not shape.is_chain:

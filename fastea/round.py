@@ -27,7 +27,7 @@ class Outcome:
 class Round:
     """One fixed-shape step for B sequences. drafter None = plain decoding.
 
-    row_block: None = the fastest kernels; else the exact path (see `fastea.kernels.linear.linear_rows`).
+    row_sizes: None = the fastest kernels; else the exact path (see `fastea.kernels.rows`).
     valid_vocab: ids at and past it are padding of the embedding and never picked.
     """
 
@@ -37,28 +37,38 @@ class Round:
         tree: Tree,
         drafter: Drafter | None,
         rejection: bool,
-        row_block: int | None,
+        row_sizes: tuple[int, ...] | None,
         valid_vocab: int,
     ):
         self.model, self.tree, self.drafter = model, tree, drafter
-        self.rejection, self.row_block, self.valid_vocab = rejection, row_block, valid_vocab
+        self.rejection, self.row_sizes, self.valid_vocab = rejection, row_sizes, valid_vocab
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         """Features [..., h] -> logits [..., V] in which padding ids are impossible."""
-        logits = self.model.logits(features, self.row_block)
+        logits = self.model.logits(features, self.row_sizes)
         if self.valid_vocab < logits.shape[-1]:
             logits[..., self.valid_vocab :] = -torch.inf
         return logits
 
     def __call__(self, state: DecodeState) -> Outcome:
+        draft = self.draft(state)
+        return self.accept(state, draft, *self.verify(state, draft))
+
+    def draft(self, state: DecodeState) -> Draft:
+        """The tree of this round."""
+        return Draft(state.root[:, None]) if self.drafter is None else self.drafter.propose(state)
+
+    def verify(self, state: DecodeState, draft: Draft) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's features [B, N, h] and logits [B, N, V] at every node."""
+        positions = state.length[:, None] + self.tree.depth
+        words = self.tree.words.expand(len(positions), -1)
+        features = self.model(draft.tokens, positions, state.length, words, state.cache, self.row_sizes)
+        return features, self.logits(features)
+
+    def accept(self, state: DecodeState, draft: Draft, features: torch.Tensor, logits: torch.Tensor) -> Outcome:
+        """Pick along the walk, and commit what was accepted."""
         tree = self.tree
-        draft = Draft(state.root[:, None]) if self.drafter is None else self.drafter.propose(state)
-        batch = draft.tokens.shape[0]
-        positions = state.length[:, None] + tree.depth
-        words = tree.words.expand(batch, -1)
-        features = self.model(draft.tokens, positions, state.length, words, state.cache, self.row_block)
-        logits = self.logits(features)
-        chosen_at = state.length[:, None] + torch.arange(1, tree.depth_max + 2, device=positions.device)
+        chosen_at = state.length[:, None] + torch.arange(1, tree.depth_max + 2, device=features.device)
         if self.rejection and not state.sampling.greedy:
             path, count, emitted = walk_by_rejection(
                 draft.tokens, logits, draft.probs, tree, state.sampling, state.seed, state.stream, chosen_at

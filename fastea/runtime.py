@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,8 +37,9 @@ def resolve_device(name: str) -> str:
     return name
 
 
-def resolve_dtype(name: str, device: str, stored: torch.dtype) -> torch.dtype:
-    """auto -> on a GPU the checkpoint's own 16-bit type (else bf16); on a CPU bf16 only with instructions for it."""
+def resolve_dtype(name: str, device: str, stored: torch.dtype, quantized: bool = False) -> torch.dtype:
+    """auto -> on a GPU the checkpoint's own 16-bit type (else bf16); on a CPU bf16 only with instructions for it, or
+    for the packed operators that read quantized weights."""
     if name in _DTYPES:
         return _DTYPES[name]
     if name != "auto":
@@ -45,7 +48,37 @@ def resolve_dtype(name: str, device: str, stored: torch.dtype) -> torch.dtype:
         return stored if stored != torch.float32 else torch.bfloat16
     cpu = torch.cpu
     fast16 = cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported()
-    return torch.bfloat16 if fast16 else torch.float32
+    return torch.bfloat16 if fast16 or quantized else torch.float32
+
+
+def tensor_bytes(*modules: torch.nn.Module | None) -> int:
+    """Bytes of the parameters and buffers of these modules, storage that they share counted once."""
+    storages = {}
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()) if module else ():
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def available_bytes(device: str) -> int | None:
+    """Memory that can still be allocated there; None if the system does not say."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+
+
+def peak_rss() -> int | None:
+    """The most memory that this process has held, in bytes; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def can_compile(device: str) -> bool:
@@ -62,6 +95,23 @@ def can_compile(device: str) -> bool:
         return False
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One graph, one shape."""
-    return torch.compile(function, fullgraph=True, dynamic=False)
+def compiled(function: Callable[..., Any], tuned: bool) -> Callable[..., Any]:
+    """One graph, one shape. tuned: products are timed over Inductor's own CPU kernels and the library's, for which
+    weights must be constants (`freezing`)."""
+    options: dict[str, Any] = {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options if tuned else None)
+
+
+@contextlib.contextmanager
+def freezing() -> Iterator[None]:
+    """While compiling: weights are constants of the graph, packed once in the order that kernels read; the tuner
+    keeps its timings to itself."""
+    import torch._inductor.config as inductor
+    from torch._inductor import select_algorithm
+
+    loud, select_algorithm.PRINT_AUTOTUNE = select_algorithm.PRINT_AUTOTUNE, False
+    try:
+        with inductor.patch(freezing=True):
+            yield
+    finally:
+        select_algorithm.PRINT_AUTOTUNE = loud

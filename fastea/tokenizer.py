@@ -340,6 +340,27 @@ def from_gguf(meta: dict[str, Any], where: str, config_stops: Iterable[int]) -> 
     return tokenizer
 
 
+def save_gguf_vocabulary(meta: dict[str, Any], where: str, folder: Path) -> None:
+    """Write the vocabulary inside a GGUF file as a Hugging Face folder's files, which `from_folder` reads."""
+    import json
+
+    tokenizer = from_gguf(meta, where, ())
+    tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
+    config: dict[str, Any] = {name: text for name, text in tokenizer.markers.items() if text}
+    config["add_bos_token"] = tokenizer.bos_id is not None
+    if tokenizer.template:
+        config["chat_template"] = tokenizer.template
+    if meta["tokenizer.ggml.model"] == "llama":
+        scores = meta.get("tokenizer.ggml.scores") or [0.0] * len(tokens)
+        proto = _sentencepiece_proto(tokens, scores, types, bool(meta.get("tokenizer.ggml.add_space_prefix", True)))
+        (folder / "tokenizer.model").write_bytes(proto)
+    else:
+        _byte_level_bpe(meta, tokens, types, meta.get("tokenizer.ggml.pre", "gpt-2")).save(
+            str(folder / "tokenizer.json")
+        )
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
 def _byte_level_bpe(meta: dict[str, Any], tokens: list[str], types: list[int], rule: str) -> Any:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers

@@ -9,14 +9,17 @@ rows are equal bit for bit (torch.equal). Results belong to this machine's proce
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from fastea.kernels.attention import attend
-from fastea.kernels.linear import find_row_block
+from fastea.kernels.dense import dense
+from fastea.kernels.rows import find_row_sizes
 from fastea.tree import Tree, chain, parse_tree
 
+Product2 = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 SHAPES = {"qkv": (960, 576), "o": (576, 576), "gate and up": (3072, 576), "down": (576, 1536), "LM head": (49152, 576)}
 COUNTS = [2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 26, 32, 48, 64]
 
@@ -26,17 +29,22 @@ def compact(counts: list[int]) -> str:
 
 
 def linear_table() -> None:
-    print("| weight | dtype | equal to the row alone at M = | equal to M = 64 at M = | row block |")
-    print("| --- | --- | --- | --- | --- |")
-    for dtype in (torch.float32, torch.bfloat16):
+    print("| weight | dtype | product | equal to the row alone at M = | equal to M = 64 at M = | row sizes |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for kind, form in ((torch.float32, F.linear), (torch.float32, dense), (torch.bfloat16, F.linear)):
         for name, shape in SHAPES.items():
-            weight, x = torch.randn(shape).to(dtype) * 0.05, torch.randn(64, shape[1]).to(dtype)
-            products = {m: F.linear(x[:m].clone(), weight) for m in COUNTS}
-            alone = torch.cat([F.linear(x[i : i + 1].clone(), weight) for i in range(64)])
+            weight, x = torch.randn(shape).to(kind) * 0.05, torch.randn(64, shape[1]).to(kind)
+
+            def product(rows: torch.Tensor, form: Product2 = form, weight: torch.Tensor = weight) -> torch.Tensor:
+                return form(rows, weight)
+
+            products = {m: product(x[:m].clone()) for m in COUNTS}
+            alone = torch.cat([product(x[i : i + 1].clone()) for i in range(64)])
             equal = [m for m in COUNTS if torch.equal(products[m], alone[:m])]
             to_full = [m for m in COUNTS if torch.equal(products[m], products[64][:m])]
-            kind = str(dtype).removeprefix("torch.")
-            print(f"| {name} | {kind} | {compact(equal)} | {compact(to_full)} | {find_row_block([weight])} |")
+            how = "(W x^T)^T" if form is dense else "x W^T"
+            sizes = ", ".join(map(str, find_row_sizes([(product, x[:1])])))
+            print(f"| {name} | {str(kind)[6:]} | {how} | {compact(equal)} | {compact(to_full)} | {sizes} |")
 
 
 def packed_table() -> None:
@@ -113,15 +121,15 @@ def main() -> None:
           f"{torch.get_num_threads()} threads.\n")  # fmt: skip
     print("## Matrix products (`F.linear`)\n")
     linear_table()
-    print("\nRow block: the fewest rows to which --exact pads products with this weight; 0 = row by row.\n")
+    print("\nRow sizes: the row counts to which --exact pads products with this weight; 1 alone = row by row.\n")
     packed_table()
     print("\n## Row-wise operators\n")
     rowwise_table()
     print("\n## Attention\n")
     attention_table()
     print(
-        "\nWhat follows: a product's rows are equal once they are padded to at least the row block, which is found"
-        "\nanew on every machine at load; attention needs path order, one row a call. Both together are `--exact`."
+        "\nWhat follows: a product's rows are equal if they are padded to some of the row counts, which are found anew"
+        "\non every machine at load; attention needs path order, one row a call. Both together are `--exact`."
     )
 
 

@@ -17,11 +17,14 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fastea.checkpoint import fingerprint
 from fastea.config import FasteaError
 from fastea.demo import cache_folder, demo_model
-from fastea.eagle import save_head, write_config
+from fastea.eagle import load_head, save_head, write_config
 from fastea.loading import load
+from fastea.quantized import Quantizer
 from fastea.training.acceptance import measure
 from fastea.training.answers import write_answers
 from fastea.training.data import make_samples, read_lines
@@ -42,6 +45,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-len", type=int, default=384, help="longest sequence in tokens (default 384)")
     parser.add_argument("--system", help="system message of the training prompts (default: the template's own)")
     parser.add_argument("--time-budget", type=float, help="minutes of training; the learning rate decays with it")
+    parser.add_argument(
+        "--init", type=Path, help="start from this head's weights (sizes and draft vocabulary are its own)"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the work folder's checkpoint")
     parser.add_argument("--answer-tokens", type=int, default=192, help="longest answer made here (default 192)")
     parser.add_argument("--answer-batch", type=int, default=32, help="prompts answered together (default 32)")
@@ -79,7 +85,9 @@ def train(args: argparse.Namespace) -> None:
     work = args.work or cache_folder() / "training" / checkpoint.stem
     work.mkdir(parents=True, exist_ok=True)
     rows = answered(read_lines(args.data), checkpoint, work, args)
-    generator = load(checkpoint, head="none", drafter="none", max_seq_len=args.max_len, device="cpu", dtype="float32")
+    generator = load(
+        checkpoint, head="none", drafter="none", max_seq_len=args.max_len, device="cpu", dtype="float32", pack=False
+    )
     model, tokenizer = generator.model, generator.tokenizer
     samples = make_samples(rows, tokenizer, args.system, args.max_len)
     if len(samples) < 2 * args.held_out:
@@ -91,7 +99,8 @@ def train(args: argparse.Namespace) -> None:
     held.fill(model)
     store.fill(model, limit=args.limit)
     recipe = Recipe(**{item.name: getattr(args, item.name) for item in fields(Recipe)})
-    trainer = Trainer(model, store, held, recipe, work / "run", args.limit)
+    init = load_head(args.init, model, Quantizer(None, torch.float32, "cpu", pack=False)) if args.init else None
+    trainer = Trainer(model, store, held, recipe, work / "run", args.limit, init)
     if args.resume and trainer.resume():
         print(f"resumed at step {trainer.step} of {trainer.total}", file=sys.stderr)
     trainer.run(args.time_budget * 60 if args.time_budget else None)
@@ -104,6 +113,7 @@ def train(args: argparse.Namespace) -> None:
             "answer_tokens": sum(len(s.tokens) - s.answer_start for s in used),
         },
         "recipe": asdict(recipe),
+        "started_from": init.card if init else None,
         "steps": trainer.step,
         "seconds": round(trainer.seconds),
         "losses": {"feature": round(trainer.losses[0], 4), "token": round(trainer.losses[1], 4)},

@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from fastea.config import ModelConfig
 from fastea.eagle import EagleHead
 from fastea.llama import Llama
+from fastea.quantized import Quantizer
 from fastea.tokenizer import Tokenizer
 
 # A config.json that says what tiny_config() says.
@@ -54,6 +55,11 @@ def randomize(module: torch.nn.Module, seed: int, std: float = 0.3) -> None:
             p.normal_(0.0, std, generator=generator)
             if name.endswith("norm.weight"):
                 p.add_(1.0)
+
+
+def dense(dtype: torch.dtype = torch.float32) -> Quantizer:
+    """Loads weights as they are."""
+    return Quantizer(None, dtype, "cpu", pack=False)
 
 
 def tiny_target(seed: int = 0, vocab: int = 64, **changes) -> Llama:

@@ -6,7 +6,7 @@ import torch
 from conftest import random_paths
 from fastea.cache import KVCache
 from fastea.kernels.attention import attend, expand_words
-from fastea.kernels.linear import find_row_block, linear_rows, rows_equal
+from fastea.kernels.rows import find_row_sizes, product_rows, rows_equal
 from fastea.tree import Tree
 
 
@@ -89,30 +89,45 @@ def test_exact_rows_keep_their_bits(dtype):
 def test_linear_rows_keep_their_bits(dtype, shape):
     torch.manual_seed(3)
     weight, x = torch.randn(shape).to(dtype), torch.randn(64, shape[1]).to(dtype)
-    block = find_row_block([weight])
-    for candidate in {0, block}:
-        alone = torch.cat([linear_rows(x[i : i + 1], weight, None, candidate) for i in range(64)])
+
+    def product(rows):
+        return torch.nn.functional.linear(rows, weight)
+
+    found = find_row_sizes([(product, x[:1])])
+    for candidate in {(1,), found}:
+        alone = torch.cat([product_rows(product, x[i : i + 1], candidate) for i in range(64)])
         for count in range(1, 65):
-            assert torch.equal(linear_rows(x[:count], weight, None, candidate), alone[:count])
+            assert torch.equal(product_rows(product, x[:count], candidate), alone[:count])
         many = torch.cat((x, x[:14]))[None]  # more than 64 rows, with a batch dimension
-        assert torch.equal(linear_rows(many, weight, None, candidate)[0], torch.cat((alone, alone[:14])))
+        assert torch.equal(product_rows(product, many, candidate)[0], torch.cat((alone, alone[:14])))
     torch.testing.assert_close(
         alone.double(), x.double() @ weight.double().T, atol=0.5 if dtype != torch.float32 else 1e-3, rtol=0.05
     )
 
 
-def test_row_probe_sees_a_backend_that_depends_on_rows(monkeypatch):
-    """A linear layer that is one bit off for a single row must not pass as row-equal without padding."""
-    plain = torch.nn.functional.linear
+def test_row_probe_sees_a_backend_that_depends_on_rows():
+    """A product that is one bit off for a single row must not pass as row-equal without padding."""
+    weight = torch.randn(8, 8)
 
-    def split(x, weight, bias=None):
-        out = plain(x.double(), weight.double(), bias)
+    def split(x):
+        out = x.double() @ weight.double().T
         return (out * (1 + 1e-6) if x.shape[0] == 1 else out).float()
 
-    monkeypatch.setattr("fastea.kernels.linear.F.linear", split)
+    assert not rows_equal(split, weight[:1], (1, 2)) and rows_equal(split, weight[:1], (2, 4, 8, 16, 32, 64))
+    assert find_row_sizes([(split, weight[:1])]) == (2, 4, 8, 16, 32, 64)
+
+
+def test_row_sizes_are_the_longest_run_that_all_products_share():
+    """One backend changes its order at 16 rows, another at 2."""
     weight = torch.randn(8, 8)
-    assert not rows_equal(weight, 1) and rows_equal(weight, 2)
-    assert find_row_block([weight]) == 2
+
+    def changing(at):
+        return lambda x: (x.double() @ weight.double().T * (1 + 1e-6 * (x.shape[0] >= at))).float()
+
+    assert find_row_sizes([(changing(16), weight[:1])]) == (1, 2, 4, 8)
+    assert find_row_sizes([(changing(16), weight[:1]), (changing(2), weight[:1])]) == (2, 4, 8)
+    by_count = (lambda x: (x.double() @ weight.double().T * (1 + 1e-6 * x.shape[0])).float(), weight[:1])
+    assert find_row_sizes([by_count]) == (1,)
 
 
 def test_compaction_moves_accepted_rows_only():

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,8 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from conftest import VOCAB
 from fastea.cli import main, normalized, parser
+from fastea.loading import load
+from fastea.quantize.__main__ import parser as quantize_parser
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,17 +28,21 @@ def run(capsys, *argv):
     return code, captured.out, captured.err
 
 
-def test_text_goes_to_stdout_and_three_lines_to_stderr(capsys, folder):
+def test_text_goes_to_stdout_and_memory_and_three_lines_to_stderr(capsys, folder):
     code, out, err = run(capsys, "--checkpoint", folder, "--prompt", "hi", "--max-new-tokens", 12, "--ignore-eos")
     lines = err.strip().splitlines()
-    assert code == 0 and out.endswith("\n") and len(lines) == 3
+    assert code == 0 and out.endswith("\n") and len(lines) == 4
+    memory, *lines = lines
+    assert re.fullmatch(r"fastea: weights \d MB, KV cache \d MB for 512 tokens", memory)
     assert lines[0].startswith("prefill") and "tokens per round" in lines[1] and "ended by length" in lines[1]
-    assert "float32 on cpu, tree eagle1" in lines[2]
+    assert "float32 on cpu, tree chain:3" in lines[2]
 
 
 KEYS = {
     "text", "ids", "finish_reason", "prompt_tokens", "new_tokens", "rounds", "tokens_per_round", "accepted",
-    "prefill_s", "decode_s", "tokens_per_s", "compile_s", "load_s", "dtype", "device", "quant", "tree", "head", "seed",
+    "prefill_s", "decode_s", "tokens_per_s", "compile_s", "load_s", "weight_bytes",
+    "cache_bytes", "peak_rss_bytes", "threads", "dtype", "device", "quant", "bits_per_weight", "tree", "head",
+    "head_quant", "seed",
 }  # fmt: skip
 
 
@@ -201,7 +211,7 @@ def test_interrupt_keeps_what_was_produced(folder):
     process.send_signal(signal.SIGINT)
     err = process.communicate(timeout=60)[1]
     assert first and process.returncode == 130
-    assert b"Traceback" not in err and b"ended by interrupted" in err and len(err.strip().splitlines()) == 3
+    assert b"Traceback" not in err and b"ended by interrupted" in err and len(err.strip().splitlines()) == 4
 
 
 def test_interrupt_before_the_first_token(capsys, folder, monkeypatch):
@@ -210,14 +220,47 @@ def test_interrupt_before_the_first_token(capsys, folder, monkeypatch):
 
     monkeypatch.setattr("fastea.cli.load", stop)
     code, _, err = run(capsys, "--checkpoint", folder)
-    assert code == 130 and len(err.splitlines()) == 1
+    assert code == 130 and "interrupted before the first token" in err and "Traceback" not in err
 
 
 def test_help_names_every_flag_of_the_readme():
     text = (ROOT / "README.md").read_text()
-    options = {o for action in parser()._actions for o in action.option_strings}
-    import re
-
+    options = {o for p in (parser(), quantize_parser()) for action in p._actions for o in action.option_strings}
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text.split("## Training")[0])):
         assert flag in options | {"--help"}, flag
     assert "--prompt" in parser().format_help()
+
+
+def test_memory_is_counted_and_a_cache_that_cannot_fit_names_its_flag(capsys, folder, monkeypatch):
+    common = ["--checkpoint", folder, "--prompt", "hi", "--max-new-tokens", 2, "--max-seq-len", 100]
+    document = json.loads(run(capsys, *common, "--json", "--head", "none", "--threads", torch.get_num_threads())[1])
+    layers = 2 * (64 * 128 + 64 * 64 + 3 * 64 * 96) + (VOCAB + 304) * 64 + 5 * 64  # LM head in blocks of 16
+    table = (100 + 64) * 16  # rotary cosines and sines
+    assert document["weight_bytes"] == 4 * (layers + table)
+    assert document["cache_bytes"] == 4 * 2 * 2 * 2 * (100 + 64) * 16  # fp32, K and V, layers, heads, rows, width
+    assert document["peak_rss_bytes"] > document["weight_bytes"] and document["threads"] == torch.get_num_threads()
+    monkeypatch.setattr("fastea.generator.available_bytes", lambda device: 1000)
+    code, _, err = run(capsys, *common)
+    assert code == 2 and "lower --max-seq-len" in err and "1 x 100 tokens" in err
+    code, _, err = run(capsys, *common, "--threads", 0)
+    assert code == 2 and "--threads 0" in err
+
+
+def test_the_cache_is_sized_by_the_limit_not_by_the_models_maximum(folder, tmp_path):
+    """A model for 131,072 tokens gets a modest cache by default."""
+    big = tmp_path / "big"
+    shutil.copytree(folder, big)
+    raw = json.loads((big / "config.json").read_text())
+    (big / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 131072}))
+    model = load(big, head="none")
+    assert model.max_seq_len == 4096 and model.cache_bytes() == 4 * 2 * 2 * 2 * (4096 + 64) * 16
+    assert model.state(1).cache.nbytes == model.cache_bytes()
+
+
+def test_wait_policy_reaches_openmp(folder):
+    """The command starts again with the variable set, since it is read when torch is loaded."""
+    code = "import os, sys; from fastea.cli import main; main(sys.argv[1:]); print(os.environ['OMP_WAIT_POLICY'])"
+    command = [sys.executable, "-c", code, "--checkpoint", str(folder), "--prompt", "hi", "--max-new-tokens", "2"]
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    done = subprocess.run([*command, "--wait-policy", "active"], capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "active", done.stderr

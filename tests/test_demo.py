@@ -38,7 +38,7 @@ def test_logits_equal_transformers(demo_gguf, model):
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
     )  # fmt: skip
     reference = transformers.LlamaForCausalLM(config).eval()
-    report = reference.load_state_dict(dict(Checkpoint(demo_gguf).tensors()), strict=False)
+    report = reference.load_state_dict(dict(Checkpoint(demo_gguf).tensors(None)), strict=False)
     assert report.missing_keys == ["lm_head.weight"] and not report.unexpected_keys
     reference.tie_weights()
     ids = torch.tensor([model.encode(PROMPT)])
@@ -158,5 +158,5 @@ def test_demo_weights_are_the_files_blocks(demo_gguf):
     block = bytes(tensor.data[5][:20])
     d, m = (torch.frombuffer(bytearray(block[i : i + 2]), dtype=torch.float16).float() for i in (0, 2))
     nibbles = torch.tensor([b & 15 for b in block[4:]] + [b >> 4 for b in block[4:]]).float()
-    loaded = dict(Checkpoint(demo_gguf).tensors())["model.layers.3.mlp.down_proj.weight"]
+    loaded = dict(Checkpoint(demo_gguf).tensors(None))["model.layers.3.mlp.down_proj.weight"]
     assert torch.equal(loaded[5, :32], d * nibbles + m)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import byte_tokenizer, tiny_head, tiny_target, write_json
+from conftest import byte_tokenizer, dense, tiny_head, tiny_target, write_json
 from fastea.config import FasteaError
 from fastea.drafters.eagle import EagleDrafter
 from fastea.eagle import load_head, save_head
@@ -98,7 +98,7 @@ VARIANTS = [
 def test_forward_equals_the_reference(tmp_path, variant):
     target = tiny_target()
     state = published(tmp_path / "head", target, **variant)
-    head = load_head(tmp_path / "head", target, torch.float32, "cpu")
+    head = load_head(tmp_path / "head", target, dense())
     head.bind(target, 64)
     tokens, features = torch.randint(64, (9,)), torch.randn(9, 64)
     cache = head.new_cache(1, 64)
@@ -117,7 +117,7 @@ def test_embedding_and_rotary_buffers_in_the_file_are_known(tmp_path):
     state = published(tmp_path / "head", target)
     extra = {"embed_tokens.weight": target.embed.weight.clone(), f"{LAYER}self_attn.rotary_emb.inv_freq": torch.ones(8)}
     save_file(state | extra, tmp_path / "head" / "model.safetensors")
-    load_head(tmp_path / "head", target, torch.float32, "cpu")
+    load_head(tmp_path / "head", target, dense())
 
 
 def broken(change):
@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_refused(tmp_path, build, message):
     target = tiny_target()
     build(tmp_path / "head", target)
     with pytest.raises(FasteaError, match=message):
-        load_head(tmp_path / "head", target, torch.float32, "cpu")
+        load_head(tmp_path / "head", target, dense())
 
 
 def test_saved_head_loads_as_it_was(tmp_path):
@@ -163,14 +163,14 @@ def test_saved_head_loads_as_it_was(tmp_path):
     ids = torch.tensor([3, 5, 8, 60])
     head = tiny_head(target, draft_ids=ids)
     save_head(head, tmp_path / "head", {"note": 1}, torch.float32)
-    again = load_head(tmp_path / "head", target, torch.float32, "cpu")
+    again = load_head(tmp_path / "head", target, dense())
     assert again.card == {"note": 1} and torch.equal(again.draft_ids, ids)
     for (name, a), (_, b) in zip(head.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(a, b), name
     state = load_file(tmp_path / "head" / "model.safetensors")
     save_file(state | {"draft_ids": torch.tensor([3, 5, 5, 60])}, tmp_path / "head" / "model.safetensors")
     with pytest.raises(FasteaError, match="draft_ids"):
-        load_head(tmp_path / "head", target, torch.float32, "cpu")
+        load_head(tmp_path / "head", target, dense())
 
 
 def test_reduced_vocabulary_proposes_only_its_ids():

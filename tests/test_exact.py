@@ -9,8 +9,8 @@ from conftest import byte_tokenizer, random_paths, reference_greedy, tiny_head, 
 from fastea.drafters.eagle import EagleDrafter
 from fastea.drafters.ngram import NgramDrafter
 from fastea.generator import Generator
-from fastea.kernels.linear import find_row_block
-from fastea.llama import Linear
+from fastea.kernels.rows import find_row_sizes
+from fastea.linear import distinct_products
 from fastea.tree import Tree, chain
 
 SMALL = 7  # vocabulary of the wide fixture: 1 + 7 + 49 nodes hold every two-token continuation
@@ -30,22 +30,22 @@ def make(vocab=64, seed=0, context=256):
     return target, head
 
 
-def build(target, drafter, block=None, context=256, **more):
+def build(target, drafter, sizes=None, context=256, **more):
     return Generator(
-        target, byte_tokenizer(target.config.vocab_size), drafter, max_seq_len=context, row_block=block, **more
+        target, byte_tokenizer(target.config.vocab_size), drafter, max_seq_len=context, row_sizes=sizes, **more
     )
 
 
-def exact_block(target):
-    return find_row_block([m.weight for m in target.modules() if isinstance(m, Linear)])
+def exact_sizes(target):
+    return find_row_sizes(distinct_products(target))
 
 
 @pytest.mark.parametrize("path", ["fast", "exact", "row by row"])
 def test_wide_tree_accepts_two_every_round(path):
     """Random head, every continuation in the tree: each round must accept exactly two, and say 3.0 tokens a round."""
     target, head = make(SMALL)
-    block = {"fast": None, "exact": exact_block(target), "row by row": 0}[path]
-    output = build(target, EagleDrafter(head, wide_tree()), block).generate([1, 2, 3], max_new_tokens=61)
+    sizes = {"fast": None, "exact": exact_sizes(target), "row by row": (1,)}[path]
+    output = build(target, EagleDrafter(head, wide_tree()), sizes).generate([1, 2, 3], max_new_tokens=61)
     assert output.ids == reference_greedy(target, [1, 2, 3], 61)
     assert output.accepted == [2] * 20 and output.rounds == 20 and output.tokens_per_round == 3.0
 
@@ -56,12 +56,12 @@ def test_wide_tree_with_a_perfect_chain_of_every_depth():
     text = reference_greedy(target, [5, 6], 80)
 
     class Oracle:
-        name = "oracle"
+        name, module = "oracle", None
 
         def __init__(self, depth):
             self.tree = chain(depth)
 
-        def new_cache(self, batch, max_seq_len):
+        def new_cache(self, batch, max_seq_len, device=None):
             return None
 
         def prefill(self, *_):
@@ -85,9 +85,9 @@ def test_many_prompts_trees_and_temperatures():
         target, head = make(seed=trial % 5)
         prompt = [rng.randrange(64) for _ in range(rng.randint(1, 40))]
         tree = rng.choice([chain(rng.randint(1, 6)), Tree(random_paths(trial), "random")])
-        block = exact_block(target)
-        generator = build(target, EagleDrafter(head, tree), block)
-        plain = build(target, None, block)
+        sizes = exact_sizes(target)
+        generator = build(target, EagleDrafter(head, tree), sizes)
+        plain = build(target, None, sizes)
         if trial < 8:
             assert plain.generate(prompt, max_new_tokens=64).ids == reference_greedy(target, prompt, 64)
         assert generator.generate(prompt, max_new_tokens=64).ids == plain.generate(prompt, max_new_tokens=64).ids
@@ -101,13 +101,13 @@ def test_five_hundred_draws_of_tree_prompt_and_seed():
     """Short runs on the wide-open fixture, where acceptance is frequent; exact path, greedy and sampled."""
     rng = random.Random(1)
     target, head = make(SMALL)
-    block = exact_block(target)
-    plain, accepted = build(target, None, block), 0
+    sizes = exact_sizes(target)
+    plain, accepted = build(target, None, sizes), 0
     for trial in range(500):
         tree = Tree(random_paths(trial, nodes=12), "random")
         prompt = [rng.randrange(SMALL) for _ in range(rng.randint(1, 12))]
         settings = {"max_new_tokens": 8, "temperature": rng.choice([0.0, 0.7, 1.3]), "seed": trial}
-        output = build(target, EagleDrafter(head, tree), block).generate(prompt, **settings)
+        output = build(target, EagleDrafter(head, tree), sizes).generate(prompt, **settings)
         assert output.ids == plain.generate(prompt, **settings).ids, (trial, tree.paths, prompt, settings)
         accepted += sum(output.accepted)
     assert accepted > 500
@@ -128,18 +128,18 @@ def test_bfloat16_is_exact_on_the_exact_path():
     target, head = target.bfloat16(), head.bfloat16()
     target.set_context(256)
     head.bind(target, 256)
-    block = exact_block(target)
-    speculative = build(target, EagleDrafter(head, wide_tree()), block)
+    sizes = exact_sizes(target)
+    speculative = build(target, EagleDrafter(head, wide_tree()), sizes)
     for settings in ({}, {"temperature": 1.0, "seed": 3}):
-        plain = build(target, None, block).generate([1, 2, 3], max_new_tokens=64, **settings)
+        plain = build(target, None, sizes).generate([1, 2, 3], max_new_tokens=64, **settings)
         assert speculative.generate([1, 2, 3], max_new_tokens=64, **settings).ids == plain.ids
 
 
 def test_batch_rows_equal_their_single_runs():
     """Different lengths, different ends, each with its own count of accepted tokens."""
     target, head = make(SMALL)
-    block = exact_block(target)
-    generator = build(target, EagleDrafter(head, Tree([(0,), (1,), (0, 0)], "t")), block)
+    sizes = exact_sizes(target)
+    generator = build(target, EagleDrafter(head, Tree([(0,), (1,), (0, 0)], "t")), sizes)
     prompts = ['"', "#$%&'", '$%#"' * 20]
     for settings in ({}, {"temperature": 1.0, "seed": 9}):
         together = generator.generate(prompts, max_new_tokens=30, **settings)

@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from conftest import RAW, randomize, tiny_config, tiny_target, write_json
+from conftest import RAW, dense, randomize, tiny_config, tiny_target, write_json
 from fastea.checkpoint import Checkpoint
 from fastea.config import RopeScaling, rope_frequencies, rope_table
 
@@ -38,7 +38,7 @@ def both_models(folder, raw: dict):
     randomize(reference, seed=1)
     reference.save_pretrained(folder)
     write_json(folder / "config.json", raw)
-    return reference, Checkpoint(folder).load(torch.float32, "cpu")
+    return reference, Checkpoint(folder).load(dense())
 
 
 def tokens_of(count: int) -> torch.Tensor:

@@ -1,11 +1,15 @@
 """The scripts as commands, on a tiny checkpoint."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
+
+from fastea.loading import load
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,6 +39,11 @@ def test_train_a_head_from_prompts_alone(folder, tmp_path):
     assert (tmp_path / "head" / "training.png").exists() or "matplotlib" in done.stderr
     with safe_open(tmp_path / "head" / "model.safetensors", "pt") as head:
         assert len(head.get_tensor("draft_ids")) <= 40
+    init = ["--init", tmp_path / "head", "--work", tmp_path / "more", "--out", tmp_path / "next", "--epochs", 1]
+    more = script("train_head.py", *argv, *init)
+    assert more.returncode == 0, more.stderr
+    later = json.loads((tmp_path / "next" / "config.json").read_text())["fastea"]
+    assert later["started_from"]["steps"] == card["steps"] and later["losses"]["token"] < card["losses"]["token"]
     answers = (tmp_path / "work" / "answers.jsonl").read_text()
     again = script("train_head.py", *argv, "--resume")
     assert again.returncode == 0 and "resumed at step" in again.stderr
@@ -70,3 +79,30 @@ def test_exactness_and_acceptance_over_questions(folder, tmp_path):
         "evaluate.py", "acceptance", "--checkpoint", folder, "--questions", lines(tmp_path / "x.jsonl", [{"q": 1}])
     )
     assert bad.returncode == 2 and len(bad.stderr.strip().splitlines()) == 1
+
+
+def test_perplexity_by_windows(folder, tmp_path):
+    """Every token but the first is scored once, after as much of the text before it as the window holds."""
+    text = "the quick brown fox jumps over the lazy dog and runs away"
+    (tmp_path / "t.txt").write_text(text)
+    common = ["perplexity", "--checkpoint", folder, "--text", tmp_path / "t.txt", "--window", 20, "--stride", 7]
+    done = script("evaluate.py", *common, "--dtype", "float32")
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["tokens"] == len(text) - 1 and report["kl_divergence"] == 0
+    model = load(folder, head="none", dtype="float32", max_seq_len=64)
+    ids, loss = model.encode(text, raw=True), 0.0
+    for at in range(1, len(ids)):
+        end = 20 if at < 20 else 20 + -(-(at - 19) // 7) * 7  # of the window that scores token `at`
+        before = ids[max(0, min(end, len(ids)) - 20) : at]
+        state = model.state(1)
+        with torch.inference_mode():
+            model.prefill(state, 0, before)
+            logits = model.model.logits(state.features[0, 0])[: len(model.tokenizer)]
+            loss -= torch.log_softmax(logits, -1)[ids[at]].item()
+    assert abs(report["perplexity"] / math.exp(loss / (len(ids) - 1)) - 1) < 1e-3
+    quantized = json.loads(script("evaluate.py", *common, "--quant", "int4").stdout.splitlines()[-1])
+    assert quantized["kl_divergence"] > 0 and quantized["reference_perplexity"] == report["perplexity"]
+    for wrong in (["--stride", 20], ["--text", tmp_path / "absent.txt"]):
+        bad = script("evaluate.py", *common, *wrong)
+        assert bad.returncode == 2 and len(bad.stderr.strip().splitlines()) == 1
+    assert script("evaluate.py", "acceptance").returncode == 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import byte_tokenizer, tiny_target
+from conftest import byte_tokenizer, dense, tiny_target
 from fastea.config import FasteaError
 from fastea.eagle import load_head, save_head
 from fastea.generator import Generator
@@ -131,7 +131,7 @@ def test_a_run_learns_and_its_head_is_used_as_trained(tmp_path, stores):
     with torch.no_grad():
         trained = forward_rows(trainer.head, head_inputs(target, trainer.scale, tokens, features, 0.0, 0), rows)
         save_head(trainer.finished(), tmp_path / "head", {}, torch.float32)
-        head = load_head(tmp_path / "head", target, torch.float32, "cpu")
+        head = load_head(tmp_path / "head", target, dense())
         target.set_context(64)
         head.bind(target, 64)
         width = tokens.shape[1]

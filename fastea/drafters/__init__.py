@@ -25,8 +25,12 @@ class Drafter(Protocol):
     name: str
     tree: Tree
 
-    def new_cache(self, batch: int, max_seq_len: int) -> KVCache | None:
-        """The drafter's own KV cache, None if it has none."""
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """What holds its weights, None if it has none."""
+
+    def new_cache(self, batch: int, max_seq_len: int, device: str | None = None) -> KVCache | None:
+        """The drafter's own KV cache, None if it has none. device: another than its weights'."""
 
     def prefill(self, tokens: torch.Tensor, features: torch.Tensor, start: torch.Tensor, cache: KVCache | None) -> None:
         """A prompt chunk was run: tokens [1, C] FOLLOW the rows of features [1, C, h] by one; start: [1] position of

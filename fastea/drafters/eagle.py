@@ -25,13 +25,13 @@ class EagleDrafter:
     name = "eagle"
 
     def __init__(self, head: EagleHead, tree: Tree, rejection: bool = False, by_noise: bool = True):
-        self.head, self.tree = head, tree
+        self.head, self.module, self.tree = head, head, tree
         self.rejection, self.by_noise = rejection, by_noise
-        vocab = head.lm_weight.shape[0]
-        self.ids = head.target_ids(torch.arange(vocab, device=head.lm_weight.device))
+        ids = head.draft_ids
+        self.ids = torch.arange(head.config.vocab_size, device=head.embed_weight.device) if ids is None else ids
 
-    def new_cache(self, batch: int, max_seq_len: int) -> KVCache | None:
-        return self.head.new_cache(batch, max_seq_len)
+    def new_cache(self, batch: int, max_seq_len: int, device: str | None = None) -> KVCache | None:
+        return self.head.new_cache(batch, max_seq_len, device)
 
     def prefill(self, tokens: torch.Tensor, features: torch.Tensor, start: torch.Tensor, cache: KVCache | None) -> None:
         assert cache is not None

@@ -17,11 +17,12 @@ class NgramDrafter:
     near the end repeats its period. Without a match the root is repeated."""
 
     name = "ngram"
+    module = None
 
     def __init__(self, tree: Tree):
         self.tree = tree
 
-    def new_cache(self, batch: int, max_seq_len: int) -> KVCache | None:
+    def new_cache(self, batch: int, max_seq_len: int, device: str | None = None) -> KVCache | None:
         return None
 
     def prefill(self, tokens: torch.Tensor, features: torch.Tensor, start: torch.Tensor, cache: KVCache | None) -> None:

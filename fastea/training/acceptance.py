@@ -39,15 +39,23 @@ class AcceptanceTable:
         return table
 
 
-def measure(generator: Generator, prompts: list[str], max_new_tokens: int, **sampling: Any) -> dict[str, Any]:
-    """Decode every prompt; tokens per round (accepted drafts + 1, averaged over all rounds) and the table."""
+def measure(
+    generator: Generator, prompts: list[str], max_new_tokens: int, batch: int = 8, **options: Any
+) -> dict[str, Any]:
+    """Decode the prompts, `batch` at a time; tokens per round (accepted drafts + 1, averaged over all rounds) and the
+    table."""
     table, rounds, tokens = AcceptanceTable(generator.tree), 0, 0
-    for prompt in tqdm(prompts, unit="prompt", desc="acceptance"):
-        run = generator.stream(prompt, max_new_tokens=max_new_tokens, observe=table.add, **sampling)
-        for _ in run:
-            pass
-        rounds += run.outputs[0].rounds
-        tokens += sum(run.outputs[0].accepted) + run.outputs[0].rounds
+    bar = tqdm(total=len(prompts), unit="prompt", desc="acceptance")
+    for lo in range(0, len(prompts), batch):
+        outputs = generator.generate(
+            prompts[lo : lo + batch], max_new_tokens=max_new_tokens, observe=table.add, **options
+        )
+        assert isinstance(outputs, list)
+        for output in outputs:
+            rounds += output.rounds
+            tokens += sum(output.accepted) + output.rounds
+        bar.update(len(outputs))
+    bar.close()
     return {
         "tree": generator.tree.name,
         "prompts": len(prompts),

@@ -149,25 +149,33 @@ class Trainer:
         recipe: Recipe,
         folder: Path,
         limit: int | None = None,
+        init: EagleHead | None = None,
     ):
+        """limit: use this many samples at most. init: a head of this target to start from, its draft vocabulary too."""
         self.target, self.recipe, self.folder, self.held = target, recipe, folder, held
         count = min(len(train), limit or len(train))
         if not count or not len(held):
             raise FasteaError(f"{train.folder}: no features yet")
         self.samples: list[Sample] = train.samples[:count]
-        draft_ids = draft_vocabulary(train.samples, recipe.draft_vocab) if recipe.draft_vocab else None
         self.batches = Batches(train, list(range(count)), recipe.batch_tokens, recipe.seed, recipe.prompt_rows)
         self.held_batches = Batches(held, list(range(len(held))), recipe.batch_tokens, recipe.seed)
-        self.head = new_head(target, recipe, draft_ids)
+        if init is None:
+            draft_ids = draft_vocabulary(train.samples, recipe.draft_vocab) if recipe.draft_vocab else None
+            self.head = new_head(target, recipe, draft_ids)
+        else:
+            self.head, init.quantizer = init.float().requires_grad_(True), None
         self.head.bind(target, max(len(s.tokens) for s in self.samples + held.samples))
         # fc sees inputs of unit variance while it is trained; the scale is folded into its weight afterwards.
         sample = torch.cat([train.features(i).float() for i in range(min(count, 200))])
         embedding = target.embed.weight.float().std().expand(target.config.hidden_size)
         self.scale = 1 / torch.cat((embedding, sample.std(dim=0) + 1e-3))
-        assert self.head.fc.bias is not None
-        self.head.fc.bias.data.copy_(sample.mean(dim=0))  # start at the mean feature
-        decay = [p for p in self.head.parameters() if p.dim() > 1]
-        others = [p for p in self.head.parameters() if p.dim() <= 1]
+        if init is not None:
+            self.head.fc.weight.data.div_(self.scale)
+        elif self.head.fc.bias is not None:
+            self.head.fc.bias.data.copy_(sample.mean(dim=0))  # start at the mean feature
+        trained = [p for p in self.head.parameters() if p.requires_grad]  # not the target's LM head
+        decay = [p for p in trained if p.dim() > 1]
+        others = [p for p in trained if p.dim() <= 1]
         groups = [{"params": decay, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95))
         self.step, self.seconds, self.losses = 0, 0.0, (0.0, 0.0)
@@ -253,7 +261,7 @@ class Trainer:
         predicted = forward_rows(self.head, inputs, rows)
         wanted = features[:, 1:][rows[:, :-1]]  # row p predicts f_{p+1}
         feature_loss = F.smooth_l1_loss(predicted, wanted)
-        token_loss = cross_entropy(predicted, wanted, self.head.lm_weight)
+        token_loss = cross_entropy(predicted, wanted, self.head.lm.weight)
         self.optimizer.zero_grad(set_to_none=True)
         (self.recipe.feature_weight * feature_loss + self.recipe.token_weight * token_loss).backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.recipe.clip)

@@ -1,0 +1,82 @@
+"""y = x W^T with W laid out for the device: what a product reads, made once from a matrix or from the canonical form of
+a quantized weight, and the product.
+
+On a CPU:
+
+- fp32 in blocks of 16 outputs, [N / 16, K, 16], multiplied as a batch of narrow matrices. As one matrix, few rows take
+  twice to four times as long, since MKL copies the weight into another order first (benchmarks/products.md); and from
+  4 rows on, rows in blocks keep their bits for every row count.
+- int8 with one scale a row, and int4, in PyTorch's packed operators, with 16-bit activations; their rows keep their
+  bits for every row count. Scales have the activation's dtype: fp16 scales lose up to 3 bits in bf16, a relative error
+  of 2^-9 a group at most.
+- Everything else as a matrix in the activation's dtype: nothing is approximated, nothing saved.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from fastea.quantize.forms import QuantizedWeight
+
+Layout = dict[str, torch.Tensor]
+BLOCK = 16  # outputs beside each other in fp32
+FEWEST = 4  # two and three rows take longer than four
+OUTPUTS = 64  # the packed int4 operator takes multiples of this many outputs on every CPU
+
+
+def layout(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, device: str) -> Layout:
+    """The tensors that `product` reads, for activations of this dtype."""
+    scheme = weight.scheme if isinstance(weight, QuantizedWeight) else None
+    on_cpu = not device.startswith("cuda")
+    if scheme is None or not on_cpu or dtype == torch.float32 or (scheme.bits == 8 and scheme.group):
+        matrix = weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+        matrix = matrix.to(device=device, dtype=dtype)
+        return {"blocks": blocks(matrix)} if on_cpu and dtype == torch.float32 else {"matrix": matrix}
+    assert isinstance(weight, QuantizedWeight)
+    if scheme.bits == 8:
+        return {"codes": weight.codes, "scale": weight.scale[:, 0].to(dtype)}
+    short = -weight.codes.shape[0] % OUTPUTS
+    codes = F.pad(weight.unpacked().int(), (0, 0, 0, short))
+    scale = weight.scale.float()
+    base = 8 * scale + weight.minimum.float() if weight.minimum is not None else torch.zeros_like(scale)
+    both = F.pad(torch.stack((scale, base), dim=-1), (0, 0, 0, 0, 0, short))
+    return {
+        "nibbles": torch._convert_weight_to_int4pack_for_cpu(codes, 1),
+        "scale_base": both.transpose(0, 1).to(dtype).contiguous(),
+    }
+
+
+def blocks(matrix: torch.Tensor) -> torch.Tensor:
+    """[N, K] -> [ceil(N / 16), K, 16], zeros after the last output."""
+    whole = F.pad(matrix, (0, 0, 0, -matrix.shape[0] % BLOCK))
+    return whole.unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
+
+
+def rows_of(tensors: Layout, ids: torch.Tensor) -> Layout:
+    """The layout of these outputs alone, as a matrix if it is one of floats."""
+    if "blocks" in tensors:
+        return {"matrix": tensors["blocks"][ids // BLOCK, :, ids % BLOCK]}
+    assert "nibbles" not in tensors, "an LM head is never int4"
+    return {name: tensor[ids] for name, tensor in tensors.items()}
+
+
+def product(x: torch.Tensor, tensors: Layout, outputs: int) -> torch.Tensor:
+    """x: [M, K] of the layout's dtype -> [M, outputs]."""
+    rows = x.shape[0]
+    if "blocks" in tensors:
+        parts = tensors["blocks"]
+        if 1 < rows < FEWEST:
+            x = F.pad(x, (0, 0, 0, FEWEST - rows))
+        y = torch.bmm(x.expand(parts.shape[0], -1, -1), parts)
+        return y.transpose(0, 1).flatten(1)[:rows, :outputs]
+    if "matrix" in tensors:
+        return F.linear(x, tensors["matrix"])
+    if "codes" in tensors:
+        return torch.ops.aten._weight_int8pack_mm(x, tensors["codes"], tensors["scale"])
+    nibbles, both = tensors["nibbles"], tensors["scale_base"]
+    inputs = nibbles.shape[1] * 2
+    if x.shape[1] != inputs:
+        x = F.pad(x, (0, inputs - x.shape[1]))
+    group = inputs // both.shape[0]
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, nibbles, group, both)[:, :outputs]
