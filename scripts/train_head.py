@@ -113,7 +113,7 @@ def train(args: argparse.Namespace) -> None:
             "answer_tokens": sum(len(s.tokens) - s.answer_start for s in used),
         },
         "recipe": asdict(recipe),
-        "started_from": init.card if init else None,
+        "started_from": {k: v for k, v in init.card.items() if k not in ("target", "acceptance")} if init else None,
         "steps": trainer.step,
         "seconds": round(trainer.seconds),
         "losses": {"feature": round(trainer.losses[0], 4), "token": round(trainer.losses[1], 4)},
