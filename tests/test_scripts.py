@@ -106,3 +106,21 @@ def test_perplexity_by_windows(folder, tmp_path):
         bad = script("evaluate.py", *common, *wrong)
         assert bad.returncode == 2 and len(bad.stderr.strip().splitlines()) == 1
     assert script("evaluate.py", "acceptance").returncode == 2
+
+
+def test_bench_reports_ratios_and_forced_acceptance(folder, tmp_path):
+    prompts = lines(tmp_path / "p.jsonl", [{"prompt": "ab", "category": "x"}, {"prompt": "c d", "category": "y"}])
+    common = ["--checkpoint", folder, "--prompts", prompts, "--runs", 1, "--max-new-tokens", 25, "--max-seq-len", 128]
+    done = script("bench.py", *common, "--exact")
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    assert report["plain"]["tokens_per_s"] > 0 and report["speculative"]["tokens_per_s"] > 0
+    assert abs(report["ratio"] - report["speculative"]["tokens_per_s"] / report["plain"]["tokens_per_s"]) < 0.01
+    assert report["equal_texts"] == "2 of 2" and set(report["ratio_by_category"]) == {"x", "y"}
+    assert set(report["speculative"]["ms_per_round"]) == {"draft", "verify", "accept"}
+    for shares, wanted in (("1,1", 3.0), ("0.5,1", 2.0)):
+        done = script("bench.py", *common, "--tree", "chain:2", "--synthetic-acceptance", shares)
+        report = json.loads(done.stdout.splitlines()[-1])
+        assert report["speculative"]["tokens_per_round"] == wanted and "SYNTHETIC" in done.stdout
+    bad = script("bench.py", *common, "--tree", "chain:2", "--synthetic-acceptance", "0.5,0.5,0.5")
+    assert bad.returncode == 2 and len(bad.stderr.strip().splitlines()) == 1
