@@ -209,6 +209,8 @@ def run(args: argparse.Namespace) -> int:
 def prepare(model: Generator, sampling: Sampling, args: argparse.Namespace) -> None:
     """Say what memory is about to be taken, and compile."""
     if not args.json:
+        if model.info["quant_report"]:
+            note(f"weights: {model.info['quant_report']}")
         size, cache = model.weight_bytes / 1e6, model.cache_bytes() / 1e6
         note(f"weights {size:.0f} MB, KV cache {cache:.0f} MB for {model.max_seq_len} tokens")
     if model.compile:

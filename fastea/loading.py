@@ -98,6 +98,7 @@ def load(
             "device": where,
             "quant": stored or "none",
             "bits_per_weight": quantizer.bits_per_weight,
+            "quant_report": quantizer.report() if stored else None,
             "head_quant": head_quant or "none",
             "tree": proposer.tree.name if proposer else "none",
             "head": found[0] if found else (proposer.name if proposer else "none"),

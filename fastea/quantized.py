@@ -51,7 +51,8 @@ class Quantizer:
         elif linear and scheme:
             weight = nearest(weight, scheme)
         if isinstance(weight, QuantizedWeight):
-            self.made[f"{weight.scheme.name} {'as stored' if imported else 'rounded'}"] += 1
+            padded = " (inputs padded)" if weight.padded else ""
+            self.made[f"{weight.scheme.name} {'as stored' if imported else 'rounded'}{padded}"] += 1
             self.bits += 8 * weight.nbytes
             self.weights += weight.shape[0] * weight.shape[1]
         elif linear:

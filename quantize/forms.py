@@ -60,6 +60,11 @@ class QuantizedWeight:
         return self.codes.shape[0], self.inputs
 
     @property
+    def padded(self) -> bool:
+        """Whether the codes go on past the inputs."""
+        return self.codes.shape[1] * 8 != self.inputs * self.scheme.bits
+
+    @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scale.nbytes + (0 if self.minimum is None else self.minimum.nbytes)
 

@@ -41,7 +41,8 @@ def test_text_goes_to_stdout_and_memory_and_three_lines_to_stderr(capsys, folder
 KEYS = {
     "text", "ids", "finish_reason", "prompt_tokens", "new_tokens", "rounds", "tokens_per_round", "accepted",
     "prefill_s", "decode_s", "tokens_per_s", "compile_s", "load_s", "weight_bytes",
-    "cache_bytes", "peak_rss_bytes", "threads", "dtype", "device", "quant", "bits_per_weight", "tree", "head",
+    "cache_bytes", "peak_rss_bytes", "threads", "dtype", "device", "quant", "bits_per_weight",
+    "quant_report", "tree", "head",
     "head_quant", "seed",
 }  # fmt: skip
 
@@ -264,3 +265,16 @@ def test_wait_policy_reaches_openmp(folder):
     env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     done = subprocess.run([*command, "--wait-policy", "active"], capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "active", done.stderr
+
+
+def test_the_load_report_names_what_became_of_every_weight(capsys, folder):
+    """Eight layer weights and the LM head; 96 inputs do not divide into groups of 64, so none are asked for here."""
+    code, _, err = run(capsys, "--checkpoint", folder, "--quant", "int4", "--prompt", "hi", "--max-new-tokens", 2)
+    assert code == 0
+    report = next(line for line in err.splitlines() if line.startswith("fastea: weights: "))
+    assert "8 x int4 group 32 with minimum rounded" in report and "1 x int8 rounded" in report
+    bits = (5 * 2 * (64 * 128 + 64 * 64 + 3 * 64 * 96) + VOCAB * (8 * 64 + 16)) / (
+        2 * (64 * 128 + 64 * 64 + 3 * 64 * 96) + VOCAB * 64
+    )  # 4 bits, and two fp16 numbers for 32 weights; 8 bits, and one for a row
+    assert f"{bits:.2f} bits per weight" in report
+    assert f"int4 ({bits:.2f} bits per weight)" in err.splitlines()[-1]
