@@ -9,17 +9,16 @@ rows are equal bit for bit (torch.equal). Results belong to this machine's proce
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from fastea.kernels.attention import attend
-from fastea.kernels.dense import dense
+from fastea.kernels.packed import blocks, product
 from fastea.kernels.rows import find_row_sizes
 from fastea.tree import Tree, chain, parse_tree
 
-Product2 = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 SHAPES = {"qkv": (960, 576), "o": (576, 576), "gate and up": (3072, 576), "down": (576, 1536), "LM head": (49152, 576)}
 COUNTS = [2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 26, 32, 48, 64]
 
@@ -29,22 +28,19 @@ def compact(counts: list[int]) -> str:
 
 
 def linear_table() -> None:
-    print("| weight | dtype | product | equal to the row alone at M = | equal to M = 64 at M = | row sizes |")
+    print("| weight | dtype | form | equal to the row alone at M = | equal to M = 64 at M = | row sizes |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for kind, form in ((torch.float32, F.linear), (torch.float32, dense), (torch.bfloat16, F.linear)):
-        for name, shape in SHAPES.items():
-            weight, x = torch.randn(shape).to(kind) * 0.05, torch.randn(64, shape[1]).to(kind)
-
-            def product(rows: torch.Tensor, form: Product2 = form, weight: torch.Tensor = weight) -> torch.Tensor:
-                return form(rows, weight)
-
-            products = {m: product(x[:m].clone()) for m in COUNTS}
-            alone = torch.cat([product(x[i : i + 1].clone()) for i in range(64)])
+    for kind, form in ((torch.float32, "matrix"), (torch.float32, "blocks"), (torch.bfloat16, "matrix")):
+        for name, (outputs, inputs) in SHAPES.items():
+            weight, x = torch.randn(outputs, inputs).to(kind) * 0.05, torch.randn(64, inputs).to(kind)
+            tensors = {form: blocks(weight) if form == "blocks" else weight}
+            call = partial(product, tensors=tensors, outputs=outputs)
+            products = {m: call(x[:m].clone()) for m in COUNTS}
+            alone = torch.cat([call(x[i : i + 1].clone()) for i in range(64)])
             equal = [m for m in COUNTS if torch.equal(products[m], alone[:m])]
             to_full = [m for m in COUNTS if torch.equal(products[m], products[64][:m])]
-            how = "(W x^T)^T" if form is dense else "x W^T"
-            sizes = ", ".join(map(str, find_row_sizes([(product, x[:1])])))
-            print(f"| {name} | {str(kind)[6:]} | {how} | {compact(equal)} | {compact(to_full)} | {sizes} |")
+            sizes = ", ".join(map(str, find_row_sizes([(call, x[:1])])))
+            print(f"| {name} | {str(kind)[6:]} | {form} | {compact(equal)} | {compact(to_full)} | {sizes} |")
 
 
 def packed_table() -> None:
@@ -119,7 +115,7 @@ def main() -> None:
     print("Command: `python scripts/rows.py > benchmarks/rows.md`. "
           f"torch {torch.__version__}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, "
           f"{torch.get_num_threads()} threads.\n")  # fmt: skip
-    print("## Matrix products (`F.linear`)\n")
+    print("## Matrix products: `F.linear` over a matrix, and over blocks of 16 outputs\n")
     linear_table()
     print("\nRow sizes: the row counts to which --exact pads products with this weight; 1 alone = row by row.\n")
     packed_table()
