@@ -33,8 +33,13 @@ class Output:
         return len(self.ids)
 
     @property
+    def round_tokens(self) -> int:
+        """Tokens that the rounds gave: accepted ones and the target's own, before the last round is cut."""
+        return sum(self.accepted) + self.rounds
+
+    @property
     def tokens_per_round(self) -> float:
-        return (sum(self.accepted) + self.rounds) / self.rounds if self.rounds else 0.0
+        return self.round_tokens / self.rounds if self.rounds else 0.0
 
     @property
     def tokens_per_s(self) -> float:

@@ -21,7 +21,7 @@ from fastea.config import FasteaError, ModelConfig, config_from_gguf, config_fro
 from fastea.llama import Llama
 from fastea.quantize.forms import QuantizedWeight
 from fastea.quantize.imports import GGUF_SCHEMES, foreign, from_gguf_blocks
-from fastea.quantized import KEY, Quantizer, Weight, Weights, fused, read_foreign, read_own, refuse_other_bits
+from fastea.quantized import KEY, Quantizer, Weight, Weights, fused, read_foreign, read_own
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -283,6 +283,7 @@ class Checkpoint:
     def __init__(self, path: str | Path):
         self.path = Path(path).expanduser()
         self.gguf: Gguf | None = None
+        self.quant: str | None = None  # what the file itself is quantized to; a GGUF file is as --quant wants it
         if self.path.is_file() or self.path.suffix == ".gguf":
             self.gguf = Gguf(self.path)
             self.config = config_from_gguf(self.gguf.meta, str(self.path))
@@ -292,6 +293,12 @@ class Checkpoint:
             self.raw = read_json(self.path / "config.json")
             self.config = config_from_hf(self.raw, where)
             self.files = find_weights(self.path)
+            stored = self.raw.get("quantization_config")
+            self.foreign = foreign(stored, str(self.path)) if stored else None
+            if KEY in self.raw:
+                self.quant = str(self.raw[KEY].get("scheme"))
+            elif self.foreign:
+                self.quant = self.foreign.name
         else:
             raise FasteaError(f"{self.path}: no such checkpoint; give a Hugging Face folder or a .gguf file")
 
@@ -301,25 +308,12 @@ class Checkpoint:
         if self.gguf:
             return self.gguf.tensors(self.config, quant)
         source = ((n, t) for n, t in read_weights(self.files) if not n.endswith("rotary_emb.inv_freq"))
-        where = str(self.path)
+        if self.quant and quant and quant != self.quant:
+            by = self.foreign.method if self.foreign else "fastea"
+            raise FasteaError(f"--quant {quant}: {self.path} was quantized by {by} to {self.quant}; leave --quant away")
         if KEY in self.raw:
-            refuse_other_bits(quant, str(self.raw[KEY].get("scheme")), "fastea", self.path)
-            return read_own(source, self.raw[KEY], where)
-        if self.raw.get("quantization_config"):
-            form = foreign(self.raw["quantization_config"], where)
-            refuse_other_bits(quant, form.name, form.method, self.path)
-            return read_foreign(source, form, where)
-        return iter(source)
-
-    @property
-    def quant(self) -> str | None:
-        """What the file itself is quantized to: "int8", "int4" or None. (A GGUF file is as --quant wants it.)"""
-        if self.gguf:
-            return None
-        if KEY in self.raw:
-            return str(self.raw[KEY].get("scheme"))
-        stored = self.raw.get("quantization_config")
-        return foreign(stored, str(self.path)).name if stored else None
+            return read_own(source, self.raw[KEY], str(self.path))
+        return read_foreign(source, self.foreign, str(self.path)) if self.foreign else source
 
     def load(self, quantizer: Quantizer) -> Llama:
         """The model, every parameter accounted for, kept as the quantizer decides."""

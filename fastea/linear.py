@@ -67,8 +67,7 @@ class PackedLinear(Linear):
         return {name: self.get_buffer(name) for name in self.names}
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        y = packed.product(x.reshape(-1, self.inputs), self.layout, self.outputs)
-        y = y.view(*x.shape[:-1], self.outputs) if y.is_contiguous() else y.reshape(*x.shape[:-1], self.outputs)
+        y = packed.product(x.reshape(-1, self.inputs), self.layout, self.outputs).reshape(*x.shape[:-1], self.outputs)
         return y if self.bias is None else y + self.bias
 
     def share(self, weight: torch.Tensor) -> None:

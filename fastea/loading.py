@@ -15,12 +15,13 @@ from fastea.drafters.eagle import EagleDrafter
 from fastea.drafters.ngram import NgramDrafter
 from fastea.eagle import EagleHead, load_head
 from fastea.generator import Generator
+from fastea.gguf_vocabulary import from_gguf
 from fastea.kernels.rows import find_row_sizes
 from fastea.linear import distinct_products
 from fastea.llama import Llama
 from fastea.quantized import Quantizer
 from fastea.runtime import can_compile, note, resolve_device, resolve_dtype
-from fastea.tokenizer import from_folder, from_gguf
+from fastea.tokenizer import from_folder
 from fastea.tree import Tree, parse_tree
 
 DEFAULT_CONTEXT = 4096  # tokens, where the model allows them

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -154,9 +153,3 @@ def entry_of(weight: QuantizedWeight) -> dict[str, Any]:
     """What config.json keeps of a stored weight."""
     scheme = weight.scheme
     return {"bits": scheme.bits, "group": scheme.group, "minimum": scheme.minimum, "inputs": weight.inputs}
-
-
-def refuse_other_bits(quant: str | None, stored: str, by: str, path: Path) -> None:
-    """--quant must agree with a file that is quantized already."""
-    if quant is not None and quant != stored:
-        raise FasteaError(f"--quant {quant}: {path} was quantized by {by} to {stored}; leave --quant away")

@@ -22,6 +22,19 @@ def note(message: str) -> None:
     print(f"fastea: {message}", file=sys.stderr)
 
 
+def exit_code(run: Callable[[], object], failed: str, interrupted: str) -> int:
+    """Run a command: 0, or one line on stderr and 2 for bad input, 130 for an interruption."""
+    try:
+        run()
+    except FasteaError as error:
+        print(f"{failed}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return 130
+    return 0
+
+
 def resolve_device(name: str) -> str:
     """auto -> cuda if there is one, else cpu. A device that is not there is refused."""
     if name == "auto":

@@ -20,12 +20,12 @@ from tqdm import tqdm
 from fastea.checkpoint import Checkpoint
 from fastea.config import FasteaError, config_to_hf
 from fastea.demo import demo_model
+from fastea.gguf_vocabulary import save_gguf_vocabulary
 from fastea.loading import load
 from fastea.quantize.calibrate import PRODUCTS, quantize_layers
 from fastea.quantize.forms import SCHEMES, QuantizedWeight, Scheme
 from fastea.quantized import KEY, VERSION, Quantizer, Weight, entry_of
-from fastea.runtime import note
-from fastea.tokenizer import save_gguf_vocabulary
+from fastea.runtime import exit_code, note
 from fastea.training.data import make_samples, read_json_lines
 
 TEXTS = Path(__file__).parent / "calibration.jsonl"
@@ -80,15 +80,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        quantize(parser().parse_args(argv))
-    except FasteaError as error:
-        print(f"fastea.quantize: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("fastea.quantize: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    args = parser().parse_args(argv)
+    return exit_code(
+        lambda: quantize(args), "fastea.quantize: error", "fastea.quantize: interrupted; nothing was written"
+    )
 
 
 def quantize(args: argparse.Namespace) -> None:

@@ -123,7 +123,7 @@ def measure(
                 counts[name] += output.new_tokens - 1  # the first one comes with the prompt
             a, b = outputs["plain"], outputs["speculative"]
             equal += a.ids == b.ids
-            rounds, tokens = rounds + b.rounds, tokens + sum(b.accepted) + b.rounds
+            rounds, tokens = rounds + b.rounds, tokens + b.round_tokens
             kinds.setdefault(str(row.get("category", "all")), []).append(speed(b) / speed(a))
         for name in speeds:
             speeds[name].append(counts[name] / seconds[name])

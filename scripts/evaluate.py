@@ -138,7 +138,7 @@ def acceptance(args: argparse.Namespace) -> dict[str, Any]:
         for question, output in zip(group, outputs, strict=True):
             for key in (question["category"], "in all"):
                 rounds[key] += output.rounds
-                tokens[key] += sum(output.accepted) + output.rounds
+                tokens[key] += output.round_tokens
     rates = {key: round(tokens[key] / max(1, rounds[key]), 3) for key in rounds}
     print("| category | rounds | tokens per round |\n| --- | --- | --- |")
     for key, rate in rates.items():

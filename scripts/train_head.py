@@ -25,6 +25,7 @@ from fastea.demo import cache_folder, demo_model
 from fastea.eagle import load_head, save_head, write_config
 from fastea.loading import load
 from fastea.quantized import Quantizer
+from fastea.runtime import exit_code
 from fastea.training.acceptance import measure
 from fastea.training.answers import write_answers
 from fastea.training.data import make_samples, read_lines
@@ -64,15 +65,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    try:
-        train(args)
-    except FasteaError as error:
-        print(f"train_head: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("train_head: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(
+        lambda: train(args), "train_head", "train_head: interrupted; --resume goes on from the last checkpoint"
+    )
 
 
 def train(args: argparse.Namespace) -> None:

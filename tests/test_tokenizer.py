@@ -18,7 +18,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from conftest import WORDS, byte_tokenizer, tiny_target, write_json
 from fastea.config import FasteaError
 from fastea.generator import Generator
-from fastea.tokenizer import TextStream, Tokenizer, from_folder, from_gguf
+from fastea.gguf_vocabulary import from_gguf
+from fastea.tokenizer import TextStream, Tokenizer, from_folder
 
 KINDS = ("sentencepiece", "metaspace", "byte-level")
 MARKERS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>"]

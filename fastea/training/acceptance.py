@@ -53,7 +53,7 @@ def measure(
         assert isinstance(outputs, list)
         for output in outputs:
             rounds += output.rounds
-            tokens += sum(output.accepted) + output.rounds
+            tokens += output.round_tokens
         bar.update(len(outputs))
     bar.close()
     return {

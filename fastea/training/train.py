@@ -163,7 +163,7 @@ class Trainer:
             draft_ids = draft_vocabulary(train.samples, recipe.draft_vocab) if recipe.draft_vocab else None
             self.head = new_head(target, recipe, draft_ids)
         else:
-            self.head, init.quantizer = init.float().requires_grad_(True), None
+            self.head = init.float().requires_grad_(True)
         self.head.bind(target, max(len(s.tokens) for s in self.samples + held.samples))
         # fc sees inputs of unit variance while it is trained; the scale is folded into its weight afterwards.
         sample = torch.cat([train.features(i).float() for i in range(min(count, 200))])
