@@ -296,7 +296,8 @@ class Checkpoint:
             stored = self.raw.get("quantization_config")
             self.foreign = foreign(stored, str(self.path)) if stored else None
             if KEY in self.raw:
-                self.quant = str(self.raw[KEY].get("scheme"))
+                record = self.raw[KEY]
+                self.quant = str(record.get("scheme")) if isinstance(record, dict) else "unknown"
             elif self.foreign:
                 self.quant = self.foreign.name
         else:

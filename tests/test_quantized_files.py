@@ -218,3 +218,11 @@ def test_gptq_writes_a_folder_and_wrong_input_is_one_line(folder, tmp_path, caps
     for quant in ("int3", "fp8"):
         with pytest.raises(FasteaError, match=f"--quant {quant}"):
             load(folder, quant=quant)
+
+
+def test_a_record_that_is_no_object_is_one_line(folder, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(folder, out)
+    write_json(out / "config.json", json.loads((out / "config.json").read_text()) | {"fastea_quantization": [1]})
+    with pytest.raises(FasteaError, match="version None is not known"):
+        load(out, head="none")
