@@ -203,7 +203,7 @@ def test_no_head_is_said_in_one_line(capsys, folder, tmp_path):
 
 
 def test_interrupt_keeps_what_was_produced(folder):
-    """Ctrl-C in the middle of a run that the wide tree makes long: the text so far, the summary, exit code 130, no traceback."""
+    """Ctrl-C in the middle of a long run: the text so far, the summary, exit code 130, no traceback."""
     command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(folder), "--prompt", "hi", "--ignore-eos"]
     command += ["--max-new-tokens", "400", "--exact", "--max-seq-len", "512", "--tree", "eagle1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
