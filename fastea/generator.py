@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as PyGenerator
@@ -13,9 +12,9 @@ import torch
 from fastea.answer import Answer, Output
 from fastea.config import FasteaError
 from fastea.drafters import Drafter
-from fastea.llama import Llama
+from fastea.llama import DecoderLayer, Llama
 from fastea.round import Outcome, Round
-from fastea.runtime import available_bytes, compiled, freezing, note, tensor_bytes
+from fastea.runtime import available_bytes, compiled, compiling, note, tensor_bytes
 from fastea.sampling import PICK, Sampling, noise_key, pick
 from fastea.state import DecodeState
 from fastea.tokenizer import Message, Tokenizer
@@ -139,7 +138,7 @@ class Generator:
             return
         begin = time.perf_counter()
         try:
-            with freezing() if self._tuned else contextlib.nullcontext():
+            with compiling():
                 self._run_twice(batch, sampling)
         except FasteaError:
             raise
@@ -151,15 +150,15 @@ class Generator:
         self.compile_s += time.perf_counter() - begin
 
     def _use(self, compile: bool) -> None:
-        """The round's parts, compiled or as they are. Prefill stays eager: it is one forward of many rows."""
-        like = self.model.embed.weight
-        self.compile, self._tuned = compile, like.device.type == "cpu" and like.dtype == torch.bfloat16
+        """The round's parts, compiled or as they are: one layer of the target for all of them, which compiles in
+        seconds, drafting and accepting. Prefill stays eager: it is one forward of many rows."""
+        self.compile = compile
 
         def part(function: Callable[..., Any]) -> Callable[..., Any]:
-            return compiled(function, self._tuned) if compile else function
+            return compiled(function) if compile else function
 
-        self._draft, self._verify = part(self.round.draft), part(self.round.verify)
-        self._accept = part(self.round.accept)
+        self.round.run_layer = part(DecoderLayer.forward)
+        self._draft, self._accept = part(self.round.draft), part(self.round.accept)
 
     def _run_twice(self, batch: int, sampling: Sampling) -> None:
         """A short prompt and two rounds: every shape that a run has."""
@@ -198,7 +197,7 @@ class Generator:
         times = [time.perf_counter()]
         draft = self._draft(state)
         times.append(time.perf_counter())
-        features, logits = self._verify(state, draft)
+        features, logits = self.round.verify(state, draft)
         times.append(time.perf_counter())
         outcome: Outcome = self._accept(state, draft, features, logits)
         times.append(time.perf_counter())

@@ -43,7 +43,8 @@ class Linear(nn.Module):
 
 
 class PackedLinear(Linear):
-    """A linear layer over what its device reads fastest (`fastea.kernels.packed`). dtype: the activation's."""
+    """A linear layer over what its device reads fastest (`fastea.kernels.packed`). dtype: the activation's; half:
+    weights in fp16 under fp32 activations."""
 
     def __init__(
         self,
@@ -51,11 +52,12 @@ class PackedLinear(Linear):
         bias: nn.Parameter | None,
         dtype: torch.dtype,
         device: str,
+        half: bool = False,
     ):
         nn.Module.__init__(self)
         self.outputs, self.inputs = int(weight.shape[0]), int(weight.shape[1])
         self.dtype, self.bias = dtype, bias
-        self._keep({name: t.to(device) for name, t in packed.layout(weight, dtype, device).items()})
+        self._keep({name: t.to(device) for name, t in packed.layout(weight, dtype, device, half).items()})
 
     def _keep(self, tensors: packed.Layout) -> None:
         self.names = list(tensors)
@@ -65,6 +67,11 @@ class PackedLinear(Linear):
     @property
     def layout(self) -> packed.Layout:
         return {name: self.get_buffer(name) for name in self.names}
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes that no tensor of this module shows."""
+        return packed.hidden_bytes(self.layout, self.outputs, self.inputs)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         y = packed.product(x.reshape(-1, self.inputs), self.layout, self.outputs).reshape(*x.shape[:-1], self.outputs)
@@ -78,7 +85,7 @@ class PackedLinear(Linear):
         return torch.empty(1, self.inputs, dtype=self.dtype)
 
     def subset(self, ids: torch.Tensor) -> Linear:
-        rows = packed.rows_of(self.layout, ids)
+        rows = packed.rows_of(self.layout, ids, self.outputs, self.inputs)
         if "matrix" in rows:
             return _plain(rows["matrix"])
         part = PackedLinear.__new__(PackedLinear)

@@ -6,6 +6,8 @@ or a draft tree) and returns the states after the final norm, which the LM head 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -93,7 +95,8 @@ class Llama(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        empty = torch.empty(config.vocab_size, config.hidden_size)  # random weights, even of no device, import much
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size, _weight=empty)
         self.embed.weight.requires_grad_(False)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -117,15 +120,17 @@ class Llama(nn.Module):
         words: torch.Tensor | None,
         cache: KVCache,
         row_sizes: tuple[int, ...] | None = None,
+        run: Callable[..., torch.Tensor] = DecoderLayer.forward,
     ) -> torch.Tensor:
         """tokens, positions: [B, R]; start: [B] committed length; words: [B, R] ancestor words, None = causal.
 
-        Writes cache rows start .. start+R-1. Returns features [B, R, hidden], after the final norm.
+        Writes cache rows start .. start+R-1. Returns features [B, R, hidden], after the final norm. run: what calls
+        a layer, for compiling: all layers are one graph.
         """
         x = self.embed(tokens)
         rope = self.rope[positions]
         for layer, k, v in zip(self.layers, cache.keys, cache.values, strict=True):
-            x = layer(x, rope, k, v, start, words, 0, row_sizes)
+            x = run(layer, x, rope, k, v, start, words, 0, row_sizes)
         return self.norm(x)
 
     def logits(self, features: torch.Tensor, row_sizes: tuple[int, ...] | None = None) -> torch.Tensor:

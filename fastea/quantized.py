@@ -9,9 +9,11 @@ from typing import Any, TypeAlias
 import torch
 
 from fastea.config import FasteaError
+from fastea.kernels.packed import fast_half
 from fastea.linear import Linear, PackedLinear
 from fastea.quantize.forms import SCHEMES, QuantizedWeight, Scheme, nearest
 from fastea.quantize.imports import Foreign, from_foreign
+from fastea.runtime import activation_dtype
 
 Weight: TypeAlias = torch.Tensor | QuantizedWeight
 Weights = Iterator[tuple[str, Weight]]
@@ -21,8 +23,9 @@ _LM = ("lm_head", "lm")  # the target's, a drafting head's copy
 
 class Quantizer:
     """Places weights into a model. quant: "int8" or "int4" rounds linear weights that come in more bits; None leaves
-    every weight as it comes. dtype: the activation's. pack=False: weights in full precision stay plain matrices, for
-    training and quantizing.
+    every weight as it comes. dtype: of weights that are not quantized, and of activations with the exception of
+    `fastea.runtime.activation_dtype`. pack=False: weights in full precision stay plain matrices, for training and
+    quantizing.
 
     The LM head is int8 whatever the scheme, or in full precision; the embedding always is in full precision.
     """
@@ -30,8 +33,10 @@ class Quantizer:
     def __init__(self, quant: str | None, dtype: torch.dtype, device: str, pack: bool = True):
         if quant is not None and quant not in SCHEMES:
             raise FasteaError(f"--quant {quant}: known are none, {' and '.join(SCHEMES)}")
-        self.quant, self.dtype, self.device = quant, dtype, device
-        self.blocks = pack and dtype == torch.float32 and not device.startswith("cuda")
+        self.quant, self.dtype, self.device = quant, activation_dtype(dtype, device), device
+        self.half = self.dtype != dtype  # fp16 weights, fp32 activations
+        on_cpu = not device.startswith("cuda")
+        self.dense = pack and on_cpu and (self.dtype == torch.float32 or fast_half())  # unquantized weights get packed
         self.scheme: Scheme | None = SCHEMES[quant] if quant else None  # of a layer's weights
         self.lm_scheme: Scheme | None = SCHEMES["int8"] if quant else None
         self.made: Counter[str] = Counter()  # weights by what they became
@@ -46,7 +51,7 @@ class Quantizer:
         imported = isinstance(weight, QuantizedWeight)
         if isinstance(weight, QuantizedWeight):
             if not linear or (stem in _LM and weight.scheme.bits == 4):
-                weight = weight.dequantized()
+                weight = weight.dequantized(dtype=torch.float32 if linear else self.dtype)
         elif linear and scheme:
             weight = nearest(weight, scheme)
         if isinstance(weight, QuantizedWeight):
@@ -63,9 +68,9 @@ class Quantizer:
         weight = self.decided(model, name, weight)
         stem, _, kind = name.rpartition(".")
         module = model.get_submodule(stem)
-        if isinstance(weight, QuantizedWeight) or (self.blocks and kind == "weight" and isinstance(module, Linear)):
+        if isinstance(weight, QuantizedWeight) or (self.dense and kind == "weight" and isinstance(module, Linear)):
             parent, _, child = stem.rpartition(".")
-            packed = PackedLinear(weight, module.bias, self.dtype, self.device)  # type: ignore[arg-type]
+            packed = PackedLinear(weight, module.bias, self.dtype, self.device, self.half)  # type: ignore[arg-type]
             setattr(model.get_submodule(parent), child, packed)
         else:
             model.load_state_dict({name: weight.to(device=self.device, dtype=self.dtype)}, strict=False, assign=True)
@@ -73,7 +78,7 @@ class Quantizer:
     @property
     def packs(self) -> bool:
         """Whether linear weights change their form here."""
-        return self.blocks or self.quant is not None
+        return self.dense or self.quant is not None
 
     @property
     def bits_per_weight(self) -> float | None:

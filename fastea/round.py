@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from fastea.drafters import Draft, Drafter
-from fastea.llama import Llama
+from fastea.llama import DecoderLayer, Llama
 from fastea.sampling import PICK, noise_key, walk, walk_by_rejection
 from fastea.state import DecodeState
 from fastea.tree import Tree
@@ -42,6 +43,7 @@ class Round:
     ):
         self.model, self.tree, self.drafter = model, tree, drafter
         self.rejection, self.row_sizes, self.valid_vocab = rejection, row_sizes, valid_vocab
+        self.run_layer: Callable[..., torch.Tensor] = DecoderLayer.forward
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         """Features [..., h] -> logits [..., V] in which padding ids are impossible."""
@@ -61,8 +63,8 @@ class Round:
     def verify(self, state: DecodeState, draft: Draft) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's features [B, N, h] and logits [B, N, V] at every node."""
         positions = state.length[:, None] + self.tree.depth
-        words = self.tree.words.expand(len(positions), -1)
-        features = self.model(draft.tokens, positions, state.length, words, state.cache, self.row_sizes)
+        words = None if self.tree.is_chain else self.tree.words.expand(len(positions), -1)
+        features = self.model(draft.tokens, positions, state.length, words, state.cache, self.row_sizes, self.run_layer)
         return features, self.logits(features)
 
     def accept(self, state: DecodeState, draft: Draft, features: torch.Tensor, logits: torch.Tensor) -> Outcome:

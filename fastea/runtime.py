@@ -6,13 +6,14 @@ import contextlib
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastea.config import FasteaError
+from fastea.kernels.packed import fast_bf16, fast_half
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -51,17 +52,24 @@ def resolve_device(name: str) -> str:
 
 
 def resolve_dtype(name: str, device: str, stored: torch.dtype, quantized: bool = False) -> torch.dtype:
-    """auto -> on a GPU the checkpoint's own 16-bit type (else bf16); on a CPU bf16 only with instructions for it, or
-    for the packed operators that read quantized weights."""
+    """auto -> on a GPU the checkpoint's own 16-bit type (else bf16); on a CPU the 16-bit type that it multiplies
+    fastest, float32 if none, and bf16 for the packed operators that read quantized weights."""
     if name in _DTYPES:
         return _DTYPES[name]
     if name != "auto":
         raise FasteaError(f"--dtype {name}: known are auto, {', '.join(_DTYPES)}")
     if device.startswith("cuda"):
         return stored if stored != torch.float32 else torch.bfloat16
-    cpu = torch.cpu
-    fast16 = cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported()
-    return torch.bfloat16 if fast16 or quantized else torch.float32
+    if fast_bf16() or quantized:
+        return torch.bfloat16
+    return torch.float16 if fast_half() else torch.float32
+
+
+def activation_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """What runs between weights of this dtype: itself, except that fp16 weights on a CPU without fp16 arithmetic are
+    multiplied with fp32 activations."""
+    half = dtype == torch.float16 and not device.startswith("cuda") and fast_half()
+    return torch.float32 if half else dtype
 
 
 def tensor_bytes(*modules: torch.nn.Module | None) -> int:
@@ -70,6 +78,8 @@ def tensor_bytes(*modules: torch.nn.Module | None) -> int:
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()) if module else ():
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        for part in module.modules() if module else ():
+            storages[id(part)] = getattr(part, "hidden_bytes", 0)
     return sum(storages.values())
 
 
@@ -108,23 +118,11 @@ def can_compile(device: str) -> bool:
         return False
 
 
-def compiled(function: Callable[..., Any], tuned: bool) -> Callable[..., Any]:
-    """One graph, one shape. tuned: products are timed over Inductor's own CPU kernels and the library's, for which
-    weights must be constants (`freezing`)."""
-    options: dict[str, Any] = {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
-    return torch.compile(function, fullgraph=True, dynamic=False, options=options if tuned else None)
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One graph for each shape; a shape that changes later is an error in the caller, not a silent recompilation."""
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-@contextlib.contextmanager
-def freezing() -> Iterator[None]:
-    """While compiling: weights are constants of the graph, packed once in the order that kernels read; the tuner
-    keeps its timings to itself."""
-    import torch._inductor.config as inductor
-    from torch._inductor import select_algorithm
-
-    loud, select_algorithm.PRINT_AUTOTUNE = select_algorithm.PRINT_AUTOTUNE, False
-    try:
-        with inductor.patch(freezing=True):
-            yield
-    finally:
-        select_algorithm.PRINT_AUTOTUNE = loud
+def compiling() -> contextlib.AbstractContextManager[None]:
+    """While compiling: every model and every tree of a process may have shapes of its own; torch stops at 8."""
+    return torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096)

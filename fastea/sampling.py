@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from fastea.config import FasteaError
-from fastea.kernels.noise import GOLDEN, mix, noisy_argmax, uniform
-from fastea.kernels.nucleus import nucleus_cut
+from fastea.kernels import pick as kernel
+from fastea.kernels.noise import GOLDEN, mix, uniform
 from fastea.tree import Tree
 
 # Separate noise for the pick, and for the three draws of rejection sampling, which must not share it.
@@ -65,29 +65,19 @@ def noise_key(seed: torch.Tensor, stream: torch.Tensor, positions: torch.Tensor,
 
 
 def log_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The target distribution: temperature, top-k, renormalise, top-p, renormalise. fp32 [..., V], -inf = cut.
-
-    Top-k keeps every id at least as likely as the k-th; top-p keeps the likeliest ids up to the first whose
-    cumulative probability reaches top_p, with ties of the last one.
-    """
-    logits = logits.float()
-    scores = torch.log_softmax((logits - logits.amax(-1, keepdim=True)) / sampling.temperature, dim=-1)
-    vocab = scores.shape[-1]
-    if 0 < sampling.top_k < vocab:
-        last = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
-        scores = torch.log_softmax(scores.masked_fill(scores < last, -torch.inf), dim=-1)
-    if sampling.top_p < 1:
-        cut = nucleus_cut(scores, sampling.top_p)
-        scores = torch.log_softmax(scores.masked_fill(scores < cut, -torch.inf), dim=-1)
-    return scores
+    """The target distribution after temperature, top-k and top-p: fp32 [..., V], -inf = cut."""
+    return kernel.log_probs(logits, sampling.temperature, sampling.top_k, sampling.top_p)
 
 
-def pick(logits: torch.Tensor, key: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The token that the target emits. logits: [B, V]; key: [B] noise keys of its position. Returns ids [B]; ties go
-    to the lowest id."""
+def pick(
+    logits: torch.Tensor, key: torch.Tensor, sampling: Sampling, alive: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The token that the target emits. logits: [B, V]; key: [B] noise keys of its position; alive: [B] bool, rows
+    whose token matters (None: all). Returns ids [B]; ties go to the lowest id."""
     if sampling.greedy:
         return logits.argmax(-1)
-    return noisy_argmax(log_probs(logits, sampling), key)
+    alive = torch.ones_like(key, dtype=torch.bool) if alive is None else alive
+    return kernel.sample(logits, key, alive, sampling.temperature, sampling.top_k, sampling.top_p)
 
 
 def walk(
@@ -104,7 +94,7 @@ def walk(
     alive = torch.ones_like(node, dtype=torch.bool)
     path, count, emitted = [node], torch.ones_like(node), []
     for depth in range(tree.depth_max + 1):
-        emitted.append(pick(logits[batch, node], keys[:, depth], sampling))
+        emitted.append(pick(logits[batch, node], keys[:, depth], sampling, alive))
         if depth == tree.depth_max:
             break
         children = tree.children[node]  # [B, C]
@@ -169,6 +159,6 @@ def walk_by_rejection(
         count = count + alive
     # The last token: drawn from what is left of p at the last accepted node.
     at = positions.gather(1, count[:, None] - 1)
-    last = noisy_argmax(p.log(), noise_key(seed, stream, at, RESIDUAL)[:, 0])
+    last = kernel.noisy_argmax(p.log(), noise_key(seed, stream, at, RESIDUAL)[:, 0])
     emitted.append(last)
     return torch.stack(path, 1), count, torch.stack(emitted, 1).scatter(1, count[:, None] - 1, last[:, None])

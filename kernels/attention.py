@@ -7,6 +7,7 @@ so a compiled caller has one shape whatever the context; the work grows with the
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 def expand_words(words: torch.Tensor, slots: int) -> torch.Tensor:
@@ -15,8 +16,7 @@ def expand_words(words: torch.Tensor, slots: int) -> torch.Tensor:
     return (words[..., None] >> bits & 1).bool()
 
 
-@torch.library.custom_op("fastea::attend", mutates_args=("k_cache", "v_cache"))
-def attend(
+def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -41,42 +41,53 @@ def attend(
         base = first + offset
         k_cache[b, :, base : base + rows] = k[b].transpose(0, 1)
         v_cache[b, :, base : base + rows] = v[b].transpose(0, 1)
-        if words is None and not exact:
-            mask = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
-        elif words is None:
-            mask = None
-        else:
-            mask = expand_words(words[b], offset + rows)
         keys, values = k_cache[b, :, : base + rows], v_cache[b, :, : base + rows]
         if exact:
+            mask = None if words is None else expand_words(words[b], offset + rows)
             for r in range(rows):
                 slots = torch.arange(r + 1, device=q.device) if mask is None else mask[r].nonzero().squeeze(1)
                 path = torch.cat((torch.arange(first, device=q.device), first + slots))
-                out[b, r] = _attend_one(
-                    q[b, r : r + 1], keys.index_select(1, path), values.index_select(1, path), None
-                )[0]
+                out[b, r] = _attend_one(q[b, r], keys.index_select(1, path), values.index_select(1, path))
+        elif rows == 1 and words is None:
+            out[b] = _attend_folded(q[b], keys, values, None)
         else:
-            out[b] = _attend_one(q[b], keys, values, mask)
+            if words is None:
+                mask = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
+            else:
+                mask = expand_words(words[b], offset + rows)
+            out[b] = _attend_folded(q[b], keys, values, mask)
     return out
 
 
-@attend.register_fake
-def _(q, k, v, k_cache, v_cache, start, words, offset, exact):
-    return torch.empty_like(q)
+# Defined by hand: `torch.library.custom_op` takes ten times as long to call, once a layer.
+_library = torch.library.Library("fastea", "FRAGMENT")
+_library.define(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor start, Tensor? words, "
+    "int offset, bool exact) -> Tensor"
+)
+_library.impl("attend", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("fastea::attend", lambda q, *_: torch.empty_like(q))
+attend = torch.ops.fastea.attend.default
 
 
-def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """softmax(q k^T / sqrt(D)) v for one sequence. q: [R, H, D]; k, v: [KV, L, D]; mask: [R, slots] over the
-    last slots. The query heads of one KV head are folded into the row axis: K and V are read once, not expanded.
-    """
-    rows, heads, dim = q.shape
-    kv_heads, length = k.shape[:2]
-    group = heads // kv_heads
-    folded = q.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, dim)
-    scores = torch.bmm(folded, k.transpose(1, 2)).float() * dim**-0.5
+def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """softmax(q k^T / sqrt(D)) v for one row. q: [H, D]; k, v: [KV, L, D] -> [H, D]. The query heads of one KV head
+    are folded into the row axis: K and V are read once, not expanded."""
+    folded = q.unflatten(0, (k.shape[0], -1))
+    scores = torch.bmm(folded, k.transpose(1, 2)).float() * q.shape[-1] ** -0.5
+    return torch.bmm(torch.softmax(scores, dim=-1).to(v.dtype), v).flatten(0, 1)
+
+
+def _attend_folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The same for rows together. q: [R, H, D]; k, v: [KV, L, D]; mask: [R, slots] over the last slots, None = all
+    visible -> [R, H, D]."""
+    rows, kv_heads, length = q.shape[0], *k.shape[:2]
+    folded = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [KV, group, R, D]
+    group = folded.shape[1]
+    bias = None
     if mask is not None:
-        tail = scores.view(kv_heads, group, rows, length)[..., length - mask.shape[1] :]
-        tail.masked_fill_(~mask, float("-inf"))
-    probs = torch.softmax(scores, dim=-1).to(v.dtype)
-    mixed = torch.bmm(probs, v).view(kv_heads, group, rows, dim)
-    return mixed.permute(2, 0, 1, 3).reshape(rows, heads, dim)
+        bias = q.new_zeros(group, rows, length)
+        bias[..., length - mask.shape[1] :].masked_fill_(~mask, float("-inf"))
+        bias = bias.flatten(0, 1)
+    mixed = F.scaled_dot_product_attention(folded.flatten(1, 2)[None], k[None], v[None], attn_mask=bias)[0]
+    return mixed.unflatten(1, (group, rows)).permute(2, 0, 1, 3).flatten(1, 2)

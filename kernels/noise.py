@@ -1,4 +1,4 @@
-"""The noise that makes sampling a function of the seed, and the pick that uses it."""
+"""The noise that makes sampling a function of the seed."""
 
 from __future__ import annotations
 
@@ -29,15 +29,3 @@ def uniform(key: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def gumbel(key: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise for token ids [V], fp32 [..., V]: -log E with E = -log1p(-v); never +infinity."""
     return -torch.log(-torch.log1p(-uniform(key, ids)))
-
-
-@torch.library.custom_op("fastea::noisy_argmax", mutates_args=())
-def noisy_argmax(scores: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Sample by the Gumbel-max rule: argmax over ids of scores + noise. scores: [B, V] log-probabilities, -inf = cut;
-    key: [B] int64 -> ids [B]; ties go to the lowest id."""
-    return (scores + gumbel(key, torch.arange(scores.shape[-1], device=scores.device))).argmax(-1)
-
-
-@noisy_argmax.register_fake
-def _(scores, key):
-    return scores.new_empty(scores.shape[0], dtype=torch.int64)

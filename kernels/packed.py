@@ -6,6 +6,9 @@ On a CPU:
 - fp32 in blocks of 16 outputs, [N / 16, K, 16], multiplied as a batch of narrow matrices. As one matrix, few rows take
   twice to four times as long, since MKL copies the weight into another order first (benchmarks/products.md); and from
   4 rows on, rows in blocks keep their bits for every row count.
+- 16-bit weights, and int8 in groups, as fp16 in FBGEMM's order where the CPU has no bf16 instructions, multiplied with
+  fp32 activations: half of the bytes of fp32, and 4 rows cost what one does. bf16 weights are exact in fp16 down to
+  2^-17 or so, below it their error is at most 2^-25; a product of int8 and its scale is rounded to 11 bits.
 - int8 with one scale a row, and int4, in PyTorch's packed operators, with 16-bit activations; their rows keep their
   bits for every row count. Scales have the activation's dtype: fp16 scales lose up to 3 bits in bf16, a relative error
   of 2^-9 a group at most.
@@ -13,6 +16,10 @@ On a CPU:
 """
 
 from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +32,26 @@ FEWEST = 4  # two and three rows take longer than four
 OUTPUTS = 64  # the packed int4 operator takes multiples of this many outputs on every CPU
 
 
-def layout(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, device: str) -> Layout:
-    """The tensors that `product` reads, for activations of this dtype."""
+def fast_bf16() -> bool:
+    """Whether this CPU multiplies bf16 without converting it."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def fast_half() -> bool:
+    """Whether fp16 weights are what this CPU multiplies fastest."""
+    return "fbgemm" in torch.backends.quantized.supported_engines and not fast_bf16()
+
+
+def layout(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, device: str, half: bool = False) -> Layout:
+    """The tensors that `product` reads, for activations of this dtype. half: fp32 activations, weights in fp16."""
     scheme = weight.scheme if isinstance(weight, QuantizedWeight) else None
     on_cpu = not device.startswith("cuda")
     if scheme is None or not on_cpu or dtype == torch.float32 or (scheme.bits == 8 and scheme.group):
         matrix = weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+        if on_cpu and fast_half() and (half or dtype != torch.float32):
+            low, high = (float(t) for t in matrix.aminmax())
+            if max(-low, high) <= torch.finfo(torch.float16).max:
+                return {"fp16": _half(matrix)}
         matrix = matrix.to(device=device, dtype=dtype)
         return {"blocks": blocks(matrix)} if on_cpu and dtype == torch.float32 else {"matrix": matrix}
     assert isinstance(weight, QuantizedWeight)
@@ -53,8 +74,41 @@ def blocks(matrix: torch.Tensor) -> torch.Tensor:
     return whole.unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
 
 
-def rows_of(tensors: Layout, ids: torch.Tensor) -> Layout:
+# FBGEMM's packed weight is an object that no graph can hold: graphs hold its key.
+_halves: dict[int, Any] = {}
+_keys = itertools.count()
+
+
+def _half(matrix: torch.Tensor) -> torch.Tensor:
+    """The key [] of a packed matrix; the weight lives as long as this tensor."""
+    key = torch.tensor(next(_keys))
+    _halves[int(key)] = torch.ops.quantized.linear_prepack_fp16(matrix.float().contiguous(), None)
+    weakref.finalize(key, _halves.pop, int(key))
+    return key
+
+
+def _half_product(x: torch.Tensor, key: torch.Tensor, outputs: int) -> torch.Tensor:
+    return torch.ops.quantized.linear_dynamic_fp16.default(x, _halves[int(key)])
+
+
+_library = torch.library.Library("fastea", "FRAGMENT")
+_library.define("half_product(Tensor x, Tensor key, int outputs) -> Tensor")
+_library.impl("half_product", _half_product, "CompositeExplicitAutograd")
+torch.library.register_fake("fastea::half_product", lambda x, _, outputs: x.new_empty(x.shape[0], outputs))
+
+
+def hidden_bytes(tensors: Layout, outputs: int, inputs: int) -> int:
+    """Bytes that a layout holds besides its tensors: FBGEMM packs blocks of 512 inputs and 16 outputs."""
+    if "fp16" not in tensors:
+        return 0
+    return 2 * (-(-inputs // 512) * 512) * (-(-outputs // 16) * 16)
+
+
+def rows_of(tensors: Layout, ids: torch.Tensor, outputs: int, inputs: int) -> Layout:
     """The layout of these outputs alone, as a matrix if it is one of floats."""
+    if "fp16" in tensors:  # unpacked by products with the identity, a few columns at a time
+        columns = torch.eye(inputs).split(64)
+        return {"matrix": torch.cat([product(part, tensors, outputs)[:, ids] for part in columns]).t().contiguous()}
     if "blocks" in tensors:
         return {"matrix": tensors["blocks"][ids // BLOCK, :, ids % BLOCK]}
     assert "nibbles" not in tensors, "an LM head is never int4"
@@ -72,6 +126,8 @@ def product(x: torch.Tensor, tensors: Layout, outputs: int) -> torch.Tensor:
         return y.transpose(0, 1).flatten(1)[:rows, :outputs]
     if "matrix" in tensors:
         return F.linear(x, tensors["matrix"])
+    if "fp16" in tensors:
+        return torch.ops.fastea.half_product.default(x.float(), tensors["fp16"], outputs).to(x.dtype)
     if "codes" in tensors:
         return torch.ops.aten._weight_int8pack_mm(x, tensors["codes"], tensors["scale"])
     nibbles, both = tensors["nibbles"], tensors["scale_base"]

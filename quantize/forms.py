@@ -74,19 +74,26 @@ class QuantizedWeight:
             return self.codes
         return torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(1)
 
-    def dequantized(self, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """The values, fp32 [N, K]; rows: only these outputs, int64."""
+    def dequantized(self, rows: torch.Tensor | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values, [N, K]; rows: only these outputs, int64. Computed in fp32, a few thousand rows at a time."""
         part = self if rows is None else self.select(rows)
-        groups = part.scale.shape[1]
-        codes = part.unpacked().float().view(part.codes.shape[0], groups, -1)
-        if self.scheme.bits == 4 and part.minimum is None:
-            codes -= 8
-        values = codes * part.scale.float()[..., None]
-        if part.minimum is not None:
-            values += part.minimum.float()[..., None]
+        out = torch.empty(part.shape, dtype=dtype)
+        for at in range(0, len(out), 4096):
+            some = slice(at, at + 4096)
+            out[some] = part.select(some)._values()
+        return out
+
+    def _values(self) -> torch.Tensor:
+        groups = self.scale.shape[1]
+        values = self.unpacked().float().view(self.codes.shape[0], groups, -1)
+        if self.scheme.bits == 4 and self.minimum is None:
+            values -= 8
+        values *= self.scale.float()[..., None]
+        if self.minimum is not None:
+            values += self.minimum.float()[..., None]
         return values.flatten(1)[:, : self.inputs]
 
-    def select(self, rows: torch.Tensor) -> QuantizedWeight:
+    def select(self, rows: torch.Tensor | slice) -> QuantizedWeight:
         """These outputs, in this order."""
         minimum = None if self.minimum is None else self.minimum[rows]
         return replace(self, codes=self.codes[rows], scale=self.scale[rows], minimum=minimum)

@@ -1,15 +1,25 @@
 """--compile: everything compiles in the warm-up, nothing afterwards, and the text is the eager one."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from conftest import byte_tokenizer, tiny_head, tiny_target
+from fastea.drafters import Draft
 from fastea.drafters.eagle import EagleDrafter
 from fastea.drafters.ngram import NgramDrafter
 from fastea.generator import Generator
+from fastea.loading import load
 from fastea.runtime import can_compile
+from fastea.sampling import Sampling
 from fastea.tree import Tree, chain
 
+ROOT = Path(__file__).parent.parent
 needs_compiler = pytest.mark.skipif(not can_compile("cpu"), reason="no C++ compiler on this machine")
 
 
@@ -61,3 +71,42 @@ def test_caches_are_not_copied_by_the_compiled_round():
         generator.step(state)
     allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
     assert allocated < state.cache.nbytes / 4
+
+
+@needs_compiler
+@pytest.mark.parametrize("choice", [{"quant": "int8"}, {"quant": "int4", "head_quant": "int8"}, {"dtype": "float16"}])
+def test_quantized_models_compile_once(choice, folder):
+    """All layers are one graph: packed weights are its inputs, whatever their form. Its features are the eager ones up
+    to what rounding between 16-bit operations makes."""
+    torch._dynamo.reset()
+    eager, fast = load(folder, **choice), load(folder, **choice, compile=True)
+    fast.generate([1], max_new_tokens=2)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for length, count in zip((1, 7, 33, 130, 7, 400), (5, 30, 3, 20, 40, 30), strict=True):
+            prompt = [(3 * j) % 256 for j in range(length)]
+            assert len(fast.generate(prompt, max_new_tokens=count, ignore_eos=True).ids) == count
+            seen = []
+            for generator in (eager, fast):
+                state = generator.state(1)
+                state.reset(Sampling(), [0])
+                generator.prefill(state, 0, prompt)
+                with torch.inference_mode():
+                    tokens = torch.arange(len(generator.tree))[None]
+                    seen.append(generator.round.verify(state, Draft(tokens))[0].double())
+            assert (seen[0] - seen[1]).norm() < 0.02 * seen[0].norm()
+
+
+@needs_compiler
+def test_a_second_start_compiles_nothing_anew(folder, tmp_path):
+    """The compiler's cache on disk is found again: same text, no new library."""
+    command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(folder), "--compile", "--quant", "int4"]
+    runs, libraries = [], []
+    for _ in range(2):
+        done = subprocess.run(
+            [*command, "--json", "--prompt", "hello", "--max-new-tokens", "6"],
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        runs.append(json.loads(done.stdout))
+        libraries.append(len(list(tmp_path.rglob("*.so"))))
+    assert runs[0]["ids"] == runs[1]["ids"] and libraries[0] == libraries[1] > 0
+    assert runs[1]["compile_s"] < runs[0]["compile_s"]

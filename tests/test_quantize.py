@@ -1,5 +1,6 @@
 """Quantized weights: the canonical form, imports without requantization, products, GPTQ, folders."""
 
+import gc
 import json
 
 import gguf
@@ -15,6 +16,7 @@ from fastea.linear import PackedLinear
 from fastea.quantize.forms import QuantizedWeight, Scheme, nearest, packed
 from fastea.quantize.gptq import gptq
 from fastea.quantize.imports import foreign, from_foreign, from_gguf_blocks
+from fastea.runtime import tensor_bytes
 
 ALL = [Scheme(8), Scheme(8, 32), *(Scheme(4, g, m) for g in (32, 64, 128) for m in (False, True))]
 
@@ -165,7 +167,7 @@ def test_products_are_those_of_the_decoded_weight(scheme, shape):
         assert got.dtype == dtype and got.shape == (64, shape[0])
         assert (got.double() - wanted).norm() / wanted.norm() < bound
         assert torch.equal(layer(rows.view(2, 32, -1)).flatten(0, 1), got)
-        if dtype == torch.bfloat16 and "matrix" not in layer.names:
+        if {"codes", "nibbles"} & set(layer.names):
             alone = torch.cat([layer(rows[i : i + 1]) for i in range(64)])
             for count in range(1, 65):
                 assert torch.equal(layer(rows[:count]), alone[:count])
@@ -231,6 +233,42 @@ def test_a_broken_weight_is_named():
 def test_nibbles_are_packed_low_first():
     assert packed(torch.tensor([[1, 2, 15, 0]])).tolist() == [[0x21, 0x0F]]
     assert json.dumps(Scheme(8, 32).name) == '"int8 group 32"'
+
+
+@pytest.mark.skipif(not layouts.fast_half(), reason="this CPU multiplies bf16, or has no packed fp16 weights")
+@pytest.mark.parametrize("shape", [(64, 64), (50, 36), (320, 576)])
+def test_fp16_weights_under_fp32_activations(shape):
+    """The product of the weight rounded to fp16, in fp32; the exact path's rows; its bytes; freed with the layer."""
+    torch.manual_seed(4)
+    weight, x = torch.randn(shape), torch.randn(2, 32, shape[1])
+    weight[0, 0] = 3.0e-6  # a subnormal of fp16
+    layer = PackedLinear(weight, None, torch.float32, "cpu", half=True)
+    rounded = weight.half().double()
+    torch.testing.assert_close(layer(x).double(), x.double() @ rounded.T, atol=1e-4, rtol=1e-4)
+    assert layer(x).dtype == torch.float32 and layer(x.bfloat16()).dtype == torch.bfloat16
+    ids = torch.tensor([3, shape[0] - 1, 0])
+    assert torch.equal(layer.subset(ids).weight, rounded[ids].float())
+    sizes = find_row_sizes([(layer.product, layer.example())])
+    alone = torch.cat([product_rows(layer.product, x[0, i : i + 1], sizes) for i in range(32)])
+    for count in range(1, 33):
+        assert torch.equal(product_rows(layer.product, x[0, :count], sizes), alone[:count])
+    assert tensor_bytes(layer) >= 2 * weight.numel()
+    key = int(layer.fp16)
+    assert key in layouts._halves
+    del layer
+    gc.collect()
+    assert key not in layouts._halves
+
+
+@pytest.mark.skipif(not layouts.fast_half(), reason="this CPU multiplies bf16, or has no packed fp16 weights")
+def test_a_weight_beyond_fp16_keeps_its_range():
+    """bf16 reaches 3e38, fp16 65504: such a weight stays a matrix of its own type, or fp32."""
+    weight = torch.ones(16, 16)
+    weight[2, 3] = 1e5
+    for dtype, half, name in ((torch.float32, True, "blocks"), (torch.bfloat16, False, "matrix")):
+        layer = PackedLinear(weight, None, dtype, "cpu", half)
+        assert layer.names == [name]
+        assert float(layer(torch.ones(1, 16, dtype=dtype))[0, 2]) == pytest.approx(1e5 + 15, rel=5e-3)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (50, 36), (320, 576)])

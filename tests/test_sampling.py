@@ -10,7 +10,7 @@ from fastea.config import FasteaError
 from fastea.drafters.eagle import EagleDrafter
 from fastea.generator import Generator
 from fastea.kernels.noise import gumbel, uniform
-from fastea.kernels.nucleus import nucleus_cut
+from fastea.kernels.pick import nucleus_cut
 from fastea.sampling import (
     ACCEPT,
     CHILDREN,
