@@ -74,7 +74,8 @@ def parser() -> argparse.ArgumentParser:
         "--dtype",
         default="auto",
         choices=["auto", "float32", "float16", "bfloat16"],
-        help="auto: bfloat16 where the CPU has instructions for it, else float32; on a GPU 16 bit",
+        help="auto: bfloat16 where the CPU has instructions for it, else float16 weights (x86) or float32; on a GPU "
+        "16 bit",
     )
     add(
         "--quant",
@@ -214,7 +215,7 @@ def prepare(model: Generator, sampling: Sampling, args: argparse.Namespace) -> N
         size, cache = model.weight_bytes / 1e6, model.cache_bytes() / 1e6
         note(f"weights {size:.0f} MB, KV cache {cache:.0f} MB for {model.max_seq_len} tokens")
     if model.compile:
-        note("compiling prefill and round, once ...")
+        note("compiling the round, once ...")
         model.warm_up(1, sampling)
         note(f"compiled in {model.compile_s:.0f} s")
 

@@ -119,7 +119,7 @@ def can_compile(device: str) -> bool:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One graph for each shape; a shape that changes later is an error in the caller, not a silent recompilation."""
+    """One graph for each shape that it is called with."""
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 

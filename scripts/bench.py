@@ -208,7 +208,8 @@ def bandwidth(plain: Generator, tokens_per_s: float) -> dict[str, float]:
         times.append(time.perf_counter() - begin)
     rate = block.nbytes / min(times)
     model = plain.model
-    read = plain.weight_bytes - model.rope.nbytes
+    padding = sum(m.hidden_bytes - 2 * m.inputs * m.outputs for m in model.modules() if getattr(m, "hidden_bytes", 0))
+    read = plain.weight_bytes - model.rope.nbytes - padding
     if not shares_embedding(model):
         read -= model.embed.weight.nbytes
     return {"read_gb_per_s": round(rate / 1e9, 1), "bandwidth_share": round(read * tokens_per_s / rate, 3)}

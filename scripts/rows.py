@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from fastea.kernels.attention import attend
-from fastea.kernels.packed import blocks, product
+from fastea.kernels.packed import fast_half, layout, product
 from fastea.kernels.rows import find_row_sizes
 from fastea.tree import Tree, chain, parse_tree
 
@@ -30,10 +30,13 @@ def compact(counts: list[int]) -> str:
 def linear_table() -> None:
     print("| weight | dtype | form | equal to the row alone at M = | equal to M = 64 at M = | row sizes |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for kind, form in ((torch.float32, "matrix"), (torch.float32, "blocks"), (torch.bfloat16, "matrix")):
+    forms = [(torch.float32, "matrix"), (torch.float32, "blocks"), (torch.bfloat16, "matrix")]
+    if fast_half():
+        forms.insert(2, (torch.float32, "fp16"))
+    for kind, form in forms:
         for name, (outputs, inputs) in SHAPES.items():
             weight, x = torch.randn(outputs, inputs).to(kind) * 0.05, torch.randn(64, inputs).to(kind)
-            tensors = {form: blocks(weight) if form == "blocks" else weight}
+            tensors = {"matrix": weight} if form == "matrix" else layout(weight, kind, "cpu", half=form == "fp16")
             call = partial(product, tensors=tensors, outputs=outputs)
             products = {m: call(x[:m].clone()) for m in COUNTS}
             alone = torch.cat([call(x[i : i + 1].clone()) for i in range(64)])

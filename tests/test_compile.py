@@ -93,7 +93,7 @@ def test_quantized_models_compile_once(choice, folder):
                 with torch.inference_mode():
                     tokens = torch.arange(len(generator.tree))[None]
                     seen.append(generator.round.verify(state, Draft(tokens))[0].double())
-            assert (seen[0] - seen[1]).norm() < 0.02 * seen[0].norm()
+            assert (seen[0] - seen[1]).norm() < 0.05 * seen[0].norm()
 
 
 @needs_compiler
