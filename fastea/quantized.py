@@ -9,11 +9,10 @@ from typing import Any, TypeAlias
 import torch
 
 from fastea.config import FasteaError
-from fastea.kernels.packed import fast_half
+from fastea.kernels.packed import activation_dtype, fast_half
 from fastea.linear import Linear, PackedLinear
 from fastea.quantize.forms import SCHEMES, QuantizedWeight, Scheme, nearest
 from fastea.quantize.imports import Foreign, from_foreign
-from fastea.runtime import activation_dtype
 
 Weight: TypeAlias = torch.Tensor | QuantizedWeight
 Weights = Iterator[tuple[str, Weight]]
@@ -23,9 +22,9 @@ _LM = ("lm_head", "lm")  # the target's, a drafting head's copy
 
 class Quantizer:
     """Places weights into a model. quant: "int8" or "int4" rounds linear weights that come in more bits; None leaves
-    every weight as it comes. dtype: of weights that are not quantized, and of activations with the exception of
-    `fastea.runtime.activation_dtype`. pack=False: weights in full precision stay plain matrices, for training and
-    quantizing.
+    every weight as it comes. dtype: of weights that are not quantized, and of activations with the exception that
+    `fastea.kernels.packed.activation_dtype` makes. pack=False: weights in full precision stay plain matrices, for
+    training and quantizing.
 
     The LM head is int8 whatever the scheme, or in full precision; the embedding always is in full precision.
     """

@@ -65,13 +65,6 @@ def resolve_dtype(name: str, device: str, stored: torch.dtype, quantized: bool =
     return torch.float16 if fast_half() else torch.float32
 
 
-def activation_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """What runs between weights of this dtype: itself, except that fp16 weights on a CPU without fp16 arithmetic are
-    multiplied with fp32 activations."""
-    half = dtype == torch.float16 and not device.startswith("cuda") and fast_half()
-    return torch.float32 if half else dtype
-
-
 def tensor_bytes(*modules: torch.nn.Module | None) -> int:
     """Bytes of the parameters and buffers of these modules, storage that they share counted once."""
     storages = {}

@@ -42,6 +42,13 @@ def fast_half() -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines and not fast_bf16()
 
 
+def activation_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """What runs between weights of this dtype: itself, except that fp16 weights on a CPU without fp16 arithmetic are
+    multiplied with fp32 activations."""
+    half = dtype == torch.float16 and not device.startswith("cuda") and fast_half()
+    return torch.float32 if half else dtype
+
+
 def layout(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, device: str, half: bool = False) -> Layout:
     """The tensors that `product` reads, for activations of this dtype. half: fp32 activations, weights in fp16."""
     scheme = weight.scheme if isinstance(weight, QuantizedWeight) else None

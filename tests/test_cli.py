@@ -29,13 +29,21 @@ def run(capsys, *argv):
 
 
 def test_text_goes_to_stdout_and_memory_and_three_lines_to_stderr(capsys, folder):
-    code, out, err = run(capsys, "--checkpoint", folder, "--prompt", "hi", "--max-new-tokens", 12, "--ignore-eos")
+    command = ["--checkpoint", folder, "--prompt", "hi", "--max-new-tokens", 12, "--ignore-eos", "--dtype", "float32"]
+    code, out, err = run(capsys, *command)
     lines = err.strip().splitlines()
     assert code == 0 and out.endswith("\n") and len(lines) == 4
     memory, *lines = lines
     assert re.fullmatch(r"fastea: weights \d MB, KV cache \d MB for 512 tokens", memory)
     assert lines[0].startswith("prefill") and "tokens per round" in lines[1] and "ended by length" in lines[1]
     assert "float32 on cpu, tree chain:3" in lines[2]
+
+
+def test_the_dtype_is_printed_as_the_weights_have_it(capsys, folder):
+    """float16 on a CPU: the weights', whatever runs between them; the text is that of the weights rounded."""
+    command = ["--checkpoint", folder, "--prompt", "hi", "--max-new-tokens", 4, "--json", "--dtype", "float16"]
+    code, out, _ = run(capsys, *command)
+    assert code == 0 and json.loads(out)["dtype"] == "float16" and json.loads(out)["new_tokens"] == 4
 
 
 KEYS = {
@@ -234,6 +242,7 @@ def test_help_names_every_flag_of_the_readme():
 
 def test_memory_is_counted_and_a_cache_that_cannot_fit_names_its_flag(capsys, folder, monkeypatch):
     common = ["--checkpoint", folder, "--prompt", "hi", "--max-new-tokens", 2, "--max-seq-len", 100]
+    common += ["--dtype", "float32"]
     document = json.loads(run(capsys, *common, "--json", "--head", "none", "--threads", torch.get_num_threads())[1])
     layers = 2 * (64 * 128 + 64 * 64 + 3 * 64 * 96) + (VOCAB + 304) * 64 + 5 * 64  # LM head in blocks of 16
     table = (100 + 64) * 16  # rotary cosines and sines
@@ -253,7 +262,7 @@ def test_the_cache_is_sized_by_the_limit_not_by_the_models_maximum(folder, tmp_p
     shutil.copytree(folder, big)
     raw = json.loads((big / "config.json").read_text())
     (big / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 131072}))
-    model = load(big, head="none")
+    model = load(big, head="none", dtype="float32")
     assert model.max_seq_len == 4096 and model.cache_bytes() == 4 * 2 * 2 * 2 * (4096 + 64) * 16
     assert model.state(1).cache.nbytes == model.cache_bytes()
 
