@@ -1,8 +1,8 @@
 """Beside llama.cpp: the same GGUF file, prompts, lengths and threads, in turn, each in a process of its own.
 
-    python -m venv /tmp/llama && CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON" \\
-        /tmp/llama/bin/pip install llama-cpp-python
-    python benchmarks/llama_cpp.py --python /tmp/llama/bin/python [--quant int4] [--compile]
+    python -m venv ../llama && CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON" \\
+        ../llama/bin/pip install llama-cpp-python
+    python benchmarks/llama_cpp.py --python ../llama/bin/python [--quant int4] [--compile]
 
 llama.cpp's Python stays out of fastea's environment: --python names the one that has it. The engines take turns,
 prompt by prompt; a figure is the median over the rounds of all prompts' new tokens over decoding time, prefill and
@@ -19,7 +19,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+from fastea.demo import demo_model
+from fastea.training.data import read_lines
+
+PROMPTS = Path(__file__).parent / "prompts.jsonl"
 
 LLAMA = """
 import json, sys, time
@@ -88,10 +91,8 @@ def main() -> int:
     add("--rounds", type=int, default=3)
     args = parser.parse_args()
 
-    from fastea.demo import demo_model
-
     path = args.checkpoint or str(demo_model())
-    prompts = [json.loads(line)["prompt"] for line in (HERE / "prompts.jsonl").read_text().splitlines()]
+    prompts = [row["prompt"] for row in read_lines(PROMPTS)]
     options = {"checkpoint": path, "quant": args.quant, "compile": args.compile, "threads": args.threads}
     options |= {"max_seq_len": 1024}
     engines = {
