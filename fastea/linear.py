@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastea.kernels import packed
-from fastea.kernels.rows import Product, product_rows
-from fastea.quantize.forms import QuantizedWeight
+from fastea.kernels.rows import Product, cancelling, product_rows
+from fastea.quantize.forms import QuantizedWeight, nearest
 
 
 class Linear(nn.Module):
@@ -33,9 +33,16 @@ class Linear(nn.Module):
         if torch.equal(self.weight, weight):
             self.weight = weight  # type: ignore[assignment]
 
-    def example(self) -> torch.Tensor:
-        """An empty row of the dtype and width that it takes [1, K]."""
-        return self.weight.new_empty(1, self.weight.shape[1])
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.weight.shape[0], self.weight.shape[1]
+
+    def probe(self) -> tuple[Product, torch.Tensor]:
+        """A product like this one, and rows for it, of `fastea.kernels.rows.cancelling`."""
+        matrix, rows = cancelling(*self.shape)
+        weight, bias = matrix.to(self.weight), None if self.bias is None else torch.zeros_like(self.bias)
+        return lambda x: F.linear(x, weight, bias), rows.to(self.weight)
 
     def subset(self, ids: torch.Tensor) -> Linear:
         """A layer of its own with these outputs only (no bias); a plain matrix where the weight is not quantized."""
@@ -56,7 +63,8 @@ class PackedLinear(Linear):
     ):
         nn.Module.__init__(self)
         self.outputs, self.inputs = int(weight.shape[0]), int(weight.shape[1])
-        self.dtype, self.bias = dtype, bias
+        self.dtype, self.bias, self.half_weight = dtype, bias, half
+        self.scheme = weight.scheme if isinstance(weight, QuantizedWeight) else None
         self._keep({name: t.to(device) for name, t in packed.layout(weight, dtype, device, half).items()})
 
     def _keep(self, tensors: packed.Layout) -> None:
@@ -81,8 +89,18 @@ class PackedLinear(Linear):
         if "matrix" in self.names and torch.equal(self.get_buffer("matrix"), weight):
             self._keep({"matrix": weight.detach()})
 
-    def example(self) -> torch.Tensor:
-        return torch.empty(1, self.inputs, dtype=self.dtype)
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.outputs, self.inputs
+
+    def probe(self) -> tuple[Product, torch.Tensor]:
+        matrix, rows = cancelling(*self.shape)
+        if self.scheme is None and "fp16" not in self.names:
+            matrix *= 2.0**20  # past fp16, so that this form is taken again
+        weight = nearest(matrix, self.scheme) if self.scheme else matrix
+        twin = PackedLinear(weight, None, self.dtype, "cpu", self.half_weight)
+        assert twin.names == self.names
+        return twin.product, rows.to(self.dtype)
 
     def subset(self, ids: torch.Tensor) -> Linear:
         rows = packed.rows_of(self.layout, ids, self.outputs, self.inputs)
@@ -91,6 +109,7 @@ class PackedLinear(Linear):
         part = PackedLinear.__new__(PackedLinear)
         nn.Module.__init__(part)
         part.outputs, part.inputs, part.dtype, part.bias = len(ids), self.inputs, self.dtype, None
+        part.half_weight, part.scheme = self.half_weight, self.scheme
         part._keep(rows)
         return part
 
@@ -101,11 +120,12 @@ def _plain(weight: torch.Tensor) -> Linear:
     return layer
 
 
-def distinct_products(model: nn.Module) -> list[tuple[Product, torch.Tensor]]:
-    """One product of each shape and kind in the model, with an example row: what row equality depends on."""
-    found = {}
+def probes(model: nn.Module) -> list[tuple[Product, torch.Tensor]]:
+    """The probe of each shape and form of product in the model: what row equality depends on."""
+    found: dict[tuple[object, ...], Linear] = {}
     for module in model.modules():
         if isinstance(module, Linear):
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            found[tuple((t.shape, t.dtype) for t in tensors)] = (module.product, module.example())
-    return list(found.values())
+            form = (module.shape, *((t.shape, t.dtype) for t in tensors))
+            found[form] = module
+    return [module.probe() for module in found.values()]

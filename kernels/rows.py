@@ -26,11 +26,32 @@ def product_rows(product: Product, x: torch.Tensor, sizes: tuple[int, ...]) -> t
     return torch.cat(parts).view(*x.shape[:-1], -1)
 
 
-def rows_equal(product: Product, example: torch.Tensor, sizes: tuple[int, ...]) -> bool:
-    """Whether rows keep their bits over these row counts, and over places among the rows. A kernel's order of
-    summation depends on shapes, not on values, so random rows decide. example: [1, K] of the input's dtype."""
+SPAN = 32  # inputs that are sure to share a scale
+
+
+def cancelling(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix [N, K] and rows [64, K] in fp32 whose products are zero but for rounding. What is left is decided by the
+    order of the sum, and shows in 16 bits too, where the order of an ordinary sum is nearly always rounded away. Inputs
+    come in pairs of one weight and opposite values, in any places of a span, so that weights may be quantized."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(sizes[-1], example.shape[1], generator=generator).to(example)
+    matrix, rows = (
+        torch.randn(outputs, inputs, generator=generator),
+        torch.randn(SIZES[-1], inputs, generator=generator),
+    )
+    for span in torch.arange(inputs).split(SPAN):
+        places = span[torch.randperm(len(span), generator=generator)]
+        half = len(span) // 2
+        matrix[:, places[half : 2 * half]] = matrix[:, places[:half]]
+        rows[:, places[half : 2 * half]] = -rows[:, places[:half]]
+        rows[:, places[2 * half :]] = 0
+    return matrix, rows
+
+
+def rows_equal(product: Product, rows: torch.Tensor, sizes: tuple[int, ...]) -> bool:
+    """Whether rows keep their bits over these row counts, and over places among the rows. A kernel's order of
+    summation depends on shapes, not on values, so that one set of rows decides. product, rows: of `cancelling`, in the
+    form and dtype that are asked about."""
+    x = rows[: sizes[-1]]
     whole = product(x)
     for size in sizes:
         for shift in {0, size // 2, size - 1}:
@@ -39,13 +60,13 @@ def rows_equal(product: Product, example: torch.Tensor, sizes: tuple[int, ...]) 
     return True
 
 
-def find_row_sizes(products: list[tuple[Product, torch.Tensor]]) -> tuple[int, ...]:
-    """The longest run of SIZES over which all these products, each with an example row, are row-equal here; the one
-    with the smallest counts among equals."""
+def find_row_sizes(probes: list[tuple[Product, torch.Tensor]]) -> tuple[int, ...]:
+    """The longest run of SIZES over which all these products, each with its rows (see `rows_equal`), are row-equal
+    here; the one with the smallest counts among equals."""
     best: tuple[int, ...] = (1,)
     for first in range(len(SIZES)):
         run = SIZES[first : first + len(best) + 1]
-        while len(run) > len(best) and all(rows_equal(p, example, run) for p, example in products):
+        while len(run) > len(best) and all(rows_equal(product, rows, run) for product, rows in probes):
             best = run
             run = SIZES[first : first + len(best) + 1]
     return best

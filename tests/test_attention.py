@@ -1,12 +1,15 @@
 """The attention operator and the row-independent linear layer, against fp64 and against single rows."""
 
+import math
+
 import pytest
 import torch
 
 from conftest import random_paths
 from fastea.cache import KVCache
 from fastea.kernels.attention import attend, expand_words
-from fastea.kernels.rows import find_row_sizes, product_rows, rows_equal
+from fastea.kernels.rows import cancelling, find_row_sizes, product_rows, rows_equal
+from fastea.quantize.forms import Scheme, nearest
 from fastea.tree import Tree
 
 
@@ -87,13 +90,15 @@ def test_exact_rows_keep_their_bits(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(96, 64), (320, 576), (50, 36)])
 def test_linear_rows_keep_their_bits(dtype, shape):
-    torch.manual_seed(3)
-    weight, x = torch.randn(shape).to(dtype), torch.randn(64, shape[1]).to(dtype)
+    matrix, rows = cancelling(*shape)
+    weight, x = matrix.to(dtype), rows.to(dtype)
 
     def product(rows):
         return torch.nn.functional.linear(rows, weight)
 
-    found = find_row_sizes([(product, x[:1])])
+    found = find_row_sizes([(product, x)])
+    torch.manual_seed(3)
+    weight, x = torch.randn(shape).to(dtype), torch.randn(64, shape[1]).to(dtype)
     for candidate in {(1,), found}:
         alone = torch.cat([product_rows(product, x[i : i + 1], candidate) for i in range(64)])
         for count in range(1, 65):
@@ -106,27 +111,40 @@ def test_linear_rows_keep_their_bits(dtype, shape):
 
 
 def test_row_probe_sees_a_backend_that_depends_on_rows():
-    """A product that is one bit off for a single row must not pass as row-equal without padding."""
-    weight = torch.randn(8, 8)
+    """A product that sums in another order for a single row must not pass as row-equal without padding, not even in
+    bf16, where ordinary sums of both orders are equal."""
+    weight, x = cancelling(8, 96)
 
-    def split(x):
-        out = x.double() @ weight.double().T
-        return (out * (1 + 1e-6) if x.shape[0] == 1 else out).float()
+    def split(x, weight=weight):
+        terms = (x[:, None] * weight).unbind(-1)
+        return sum(reversed(terms) if x.shape[0] == 1 else terms).bfloat16()
 
-    assert not rows_equal(split, weight[:1], (1, 2)) and rows_equal(split, weight[:1], (2, 4, 8, 16, 32, 64))
-    assert find_row_sizes([(split, weight[:1])]) == (2, 4, 8, 16, 32, 64)
+    assert not rows_equal(split, x, (1, 2)) and rows_equal(split, x, (2, 4, 8, 16, 32, 64))
+    assert find_row_sizes([(split, x)]) == (2, 4, 8, 16, 32, 64)
+    ordinary = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
+    assert rows_equal(lambda x: split(x, ordinary[:8]), ordinary, (1, 2))
+
+
+@pytest.mark.parametrize("scheme", [Scheme(8), Scheme(8, 32), Scheme(4, 32, True), Scheme(4, 128)])
+def test_the_probe_cancels_after_quantizing_too(scheme):
+    """The exact products are zero, so that only the order of the sum is left."""
+    for inputs in (96, 576, 100):
+        matrix, rows = cancelling(20, inputs)
+        for weight in (matrix, matrix.bfloat16(), nearest(matrix, scheme).dequantized()):
+            exact = [math.fsum(products) for products in (rows[0].double() * weight.double()).tolist()]
+            assert exact == [0.0] * 20 and (weight != 0).any()
 
 
 def test_row_sizes_are_the_longest_run_that_all_products_share():
     """One backend changes its order at 16 rows, another at 2."""
-    weight = torch.randn(8, 8)
+    weight, x = torch.randn(8, 8), torch.randn(64, 8)
 
     def changing(at):
         return lambda x: (x.double() @ weight.double().T * (1 + 1e-6 * (x.shape[0] >= at))).float()
 
-    assert find_row_sizes([(changing(16), weight[:1])]) == (1, 2, 4, 8)
-    assert find_row_sizes([(changing(16), weight[:1]), (changing(2), weight[:1])]) == (2, 4, 8)
-    by_count = (lambda x: (x.double() @ weight.double().T * (1 + 1e-6 * x.shape[0])).float(), weight[:1])
+    assert find_row_sizes([(changing(16), x)]) == (1, 2, 4, 8)
+    assert find_row_sizes([(changing(16), x), (changing(2), x)]) == (2, 4, 8)
+    by_count = (lambda x: (x.double() @ weight.double().T * (1 + 1e-6 * x.shape[0])).float(), x)
     assert find_row_sizes([by_count]) == (1,)
 
 

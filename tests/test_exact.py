@@ -10,7 +10,7 @@ from fastea.drafters.eagle import EagleDrafter
 from fastea.drafters.ngram import NgramDrafter
 from fastea.generator import Generator
 from fastea.kernels.rows import find_row_sizes
-from fastea.linear import distinct_products
+from fastea.linear import probes
 from fastea.tree import Tree, chain
 
 SMALL = 7  # vocabulary of the wide fixture: 1 + 7 + 49 nodes hold every two-token continuation
@@ -37,7 +37,7 @@ def build(target, drafter, sizes=None, context=256, **more):
 
 
 def exact_sizes(target):
-    return find_row_sizes(distinct_products(target))
+    return find_row_sizes(probes(target))
 
 
 @pytest.mark.parametrize("path", ["fast", "exact", "row by row"])

@@ -248,7 +248,7 @@ def test_fp16_weights_under_fp32_activations(shape):
     assert layer(x).dtype == torch.float32 and layer(x.bfloat16()).dtype == torch.bfloat16
     ids = torch.tensor([3, shape[0] - 1, 0])
     assert torch.equal(layer.subset(ids).weight, rounded[ids].float())
-    sizes = find_row_sizes([(layer.product, layer.example())])
+    sizes = find_row_sizes([layer.probe()])
     alone = torch.cat([product_rows(layer.product, x[0, i : i + 1], sizes) for i in range(32)])
     for count in range(1, 33):
         assert torch.equal(product_rows(layer.product, x[0, :count], sizes), alone[:count])
@@ -284,7 +284,7 @@ def test_blocks_of_a_float_weight(shape):
         torch.testing.assert_close(layer(few).double(), few.double() @ weight.double().T + bias, atol=1e-4, rtol=1e-4)
     ids = torch.tensor([3, shape[0] - 1, 17])
     assert torch.equal(layer.subset(ids).weight, weight[ids])
-    sizes = find_row_sizes([(layer.product, layer.example())])
+    sizes = find_row_sizes([layer.probe()])
     alone = torch.cat([product_rows(layer.product, x[0, i : i + 1], sizes) for i in range(32)])
     for count in range(1, 33):
         assert torch.equal(product_rows(layer.product, x[0, :count], sizes), alone[:count])
