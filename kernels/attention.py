@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from fastea.kernels.register import register
+
 
 def expand_words(words: torch.Tensor, slots: int) -> torch.Tensor:
     """Ancestor words [..., R] (int64, bit j = tree slot j is visible) -> booleans [..., R, slots]."""
@@ -49,25 +51,22 @@ def _attend(
                 path = torch.cat((torch.arange(first, device=q.device), first + slots))
                 out[b, r] = _attend_one(q[b, r], keys.index_select(1, path), values.index_select(1, path))
         elif rows == 1 and words is None:
-            out[b] = _attend_folded(q[b], keys, values, None)
+            out[b] = attend_folded(q[b], keys, values, None)
         else:
             if words is None:
                 mask = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
             else:
                 mask = expand_words(words[b], offset + rows)
-            out[b] = _attend_folded(q[b], keys, values, mask)
+            out[b] = attend_folded(q[b], keys, values, mask)
     return out
 
 
-# Defined by hand: `torch.library.custom_op` takes ten times as long to call, once a layer.
-_library = torch.library.Library("fastea", "FRAGMENT")
-_library.define(
+attend = register(
     "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor start, Tensor? words, "
-    "int offset, bool exact) -> Tensor"
+    "int offset, bool exact) -> Tensor",
+    _attend,
+    lambda q, *_: torch.empty_like(q),
 )
-_library.impl("attend", _attend, "CompositeExplicitAutograd")
-torch.library.register_fake("fastea::attend", lambda q, *_: torch.empty_like(q))
-attend = torch.ops.fastea.attend.default
 
 
 def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -78,7 +77,7 @@ def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
     return torch.bmm(torch.softmax(scores, dim=-1).to(v.dtype), v).flatten(0, 1)
 
 
-def _attend_folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def attend_folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """The same for rows together. q: [R, H, D]; k, v: [KV, L, D]; mask: [R, slots] over the last slots, None = all
     visible -> [R, H, D]."""
     rows, kv_heads, length = q.shape[0], *k.shape[:2]

@@ -10,13 +10,13 @@ def _signed64(value: int) -> int:
 
 
 GOLDEN = _signed64(0x9E3779B97F4A7C15)
-_MIX1, _MIX2 = _signed64(0xBF58476D1CE4E5B9), _signed64(0x94D049BB133111EB)
+MIX1, MIX2 = _signed64(0xBF58476D1CE4E5B9), _signed64(0x94D049BB133111EB)
 
 
 def mix(z: torch.Tensor) -> torch.Tensor:
     """SplitMix64's finalizer on int64 (wrapping; shifts made logical by masks): a bijection of 64 bits."""
-    z = (z ^ (z >> 30 & (1 << 34) - 1)) * _MIX1
-    z = (z ^ (z >> 27 & (1 << 37) - 1)) * _MIX2
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * MIX1
+    z = (z ^ (z >> 27 & (1 << 37) - 1)) * MIX2
     return z ^ (z >> 31 & (1 << 33) - 1)
 
 

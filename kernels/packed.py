@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fastea.kernels.register import register
 from fastea.quantize.forms import QuantizedWeight
 
 Layout = dict[str, torch.Tensor]
@@ -98,10 +99,11 @@ def _half_product(x: torch.Tensor, key: torch.Tensor, outputs: int) -> torch.Ten
     return torch.ops.quantized.linear_dynamic_fp16.default(x, _halves[int(key)])
 
 
-_library = torch.library.Library("fastea", "FRAGMENT")
-_library.define("half_product(Tensor x, Tensor key, int outputs) -> Tensor")
-_library.impl("half_product", _half_product, "CompositeExplicitAutograd")
-torch.library.register_fake("fastea::half_product", lambda x, _, outputs: x.new_empty(x.shape[0], outputs))
+half_product = register(
+    "half_product(Tensor x, Tensor key, int outputs) -> Tensor",
+    _half_product,
+    lambda x, _, outputs: x.new_empty(x.shape[0], outputs),
+)
 
 
 def hidden_bytes(tensors: Layout, outputs: int, inputs: int) -> int:
@@ -134,7 +136,7 @@ def product(x: torch.Tensor, tensors: Layout, outputs: int) -> torch.Tensor:
     if "matrix" in tensors:
         return F.linear(x, tensors["matrix"])
     if "fp16" in tensors:
-        return torch.ops.fastea.half_product.default(x.float(), tensors["fp16"], outputs).to(x.dtype)
+        return half_product(x.float(), tensors["fp16"], outputs).to(x.dtype)
     if "codes" in tensors:
         return torch.ops.aten._weight_int8pack_mm(x, tensors["codes"], tensors["scale"])
     nibbles, both = tensors["nibbles"], tensors["scale_base"]

@@ -5,29 +5,31 @@ from __future__ import annotations
 import torch
 
 from fastea.kernels.noise import gumbel
+from fastea.kernels.register import register
 
 LIKELY = 1024  # nearly always enough of the distribution's head to reach top_p
 
 
-@torch.library.custom_op("fastea::nucleus_cut", mutates_args=())
-def nucleus_cut(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+def _nucleus_cut(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     """Lowest log-probability that top-p keeps, without a full sort. scores: [..., V] log-probabilities, fp32 ->
     [..., 1].
 
     The likeliest ids are kept up to the first whose cumulative probability reaches top_p. Exact: where the LIKELY
-    largest do not reach it, all are sorted.
+    largest do not reach it, all are sorted; on a GPU always, since asking would stop the host.
     """
     likely = scores.topk(min(LIKELY, scores.shape[-1]), dim=-1).values
-    if bool((likely.exp().sum(-1) <= top_p).any()):
+    if scores.is_cuda or bool((likely.exp().sum(-1) <= top_p).any()):
         likely = scores.sort(dim=-1, descending=True).values
     probs = likely.exp()
     before = probs.cumsum(-1) - probs
     return likely.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
 
 
-@nucleus_cut.register_fake
-def _(scores, top_p):
-    return scores.new_empty((*scores.shape[:-1], 1))
+nucleus_cut = register(
+    "nucleus_cut(Tensor scores, float top_p) -> Tensor",
+    _nucleus_cut,
+    lambda scores, top_p: scores.new_empty((*scores.shape[:-1], 1)),
+)
 
 
 def log_probs(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
@@ -48,10 +50,12 @@ def log_probs(logits: torch.Tensor, temperature: float, top_k: int, top_p: float
     return scores
 
 
-@torch.library.custom_op("fastea::noisy_argmax", mutates_args=())
-def noisy_argmax(scores: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _noisy_argmax(scores: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Sample by the Gumbel-max rule: argmax over ids of scores + noise. scores: [B, V] log-probabilities, -inf = cut;
-    key: [B] int64 -> ids [B]; ties go to the lowest id. Noise is made only for what was not cut."""
+    key: [B] int64 -> ids [B]; ties go to the lowest id. On a CPU noise is made only for what was not cut; a GPU is not
+    asked what that is."""
+    if scores.is_cuda:
+        return (scores + gumbel(key, torch.arange(scores.shape[1], device=scores.device))).argmax(1)
     out = torch.empty_like(key)
     for b in range(len(key)):
         ids = (scores[b] != -torch.inf).nonzero().squeeze(1)
@@ -59,17 +63,18 @@ def noisy_argmax(scores: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@noisy_argmax.register_fake
-def _(scores, key):
-    return torch.empty_like(key)
+noisy_argmax = register(
+    "noisy_argmax(Tensor scores, Tensor key) -> Tensor", _noisy_argmax, lambda scores, key: torch.empty_like(key)
+)
 
 
-@torch.library.custom_op("fastea::sample", mutates_args=())
-def sample(
+def _sample(
     logits: torch.Tensor, key: torch.Tensor, alive: torch.Tensor, temperature: float, top_k: int, top_p: float
 ) -> torch.Tensor:
-    """`noisy_argmax` of `log_probs`. logits: [B, V]; key: [B] noise keys; alive: [B] bool, rows that are wanted; the
-    others get 0 and cost nothing -> ids [B]."""
+    """`noisy_argmax` of `log_probs`. logits: [B, V]; key: [B] noise keys; alive: [B] bool, rows that are wanted; on a
+    CPU the others get 0 and cost nothing -> ids [B]."""
+    if logits.is_cuda:
+        return noisy_argmax(log_probs(logits, temperature, top_k, top_p), key)
     out = torch.zeros_like(key)
     rows = alive.nonzero().squeeze(1)
     if len(rows):
@@ -77,6 +82,8 @@ def sample(
     return out
 
 
-@sample.register_fake
-def _(logits, key, alive, temperature, top_k, top_p):
-    return torch.empty_like(key)
+sample = register(
+    "sample(Tensor logits, Tensor key, Tensor alive, float temperature, int top_k, float top_p) -> Tensor",
+    _sample,
+    lambda logits, key, *_: torch.empty_like(key),
+)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 from fastea.config import ModelConfig
 from fastea.eagle import EagleHead
