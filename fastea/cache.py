@@ -11,7 +11,8 @@ class KVCache:
     """Keys and values of every layer.
 
     keys[i], values[i]: [batch, kv_heads, rows, head_dim], rows = max_seq_len + TREE_SLACK. Row p holds the
-    token at position p; the caller keeps the committed length.
+    token at position p; the caller keeps the committed length. joined: all of them are parts of one tensor `whole`
+    [2, layers, ...], which one kernel can compact.
     """
 
     def __init__(
@@ -23,8 +24,14 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        joined: bool = False,
     ):
         shape = (batch, kv_heads, max_seq_len + TREE_SLACK, head_dim)
+        self.whole: torch.Tensor | None = None
+        if joined:
+            self.whole = torch.zeros(2, layers, *shape, dtype=dtype, device=device)
+            self.keys, self.values = (list(half) for half in self.whole)
+            return
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
 
@@ -37,6 +44,7 @@ class KVCache:
         view = KVCache.__new__(KVCache)
         view.keys = [k[index : index + 1] for k in self.keys]
         view.values = [v[index : index + 1] for v in self.values]
+        view.whole = None
         return view
 
     def compact(self, start: torch.Tensor, source: torch.Tensor) -> None:
@@ -45,6 +53,11 @@ class KVCache:
         start: [B] first tree row; source: [B, J] tree slots in increasing order with source[:, j] >= j,
         so that gathering before writing is free of hazards.
         """
+        if self.whole is not None:
+            from fastea.kernels.compact import compact
+
+            compact(self.whole.flatten(0, 1), start, source)
+            return
         batch, width = source.shape
         steps = torch.arange(width, device=source.device)
         kv_heads, head_dim = self.keys[0].shape[1], self.keys[0].shape[3]

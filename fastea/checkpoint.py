@@ -316,16 +316,16 @@ class Checkpoint:
             return read_own(source, self.raw[KEY], str(self.path))
         return read_foreign(source, self.foreign, str(self.path)) if self.foreign else source
 
-    def load(self, quantizer: Quantizer) -> Llama:
+    def load(self, quantizer: Quantizer, kind: type[Llama] = Llama) -> Llama:
         """The model, every parameter accounted for, kept as the quantizer decides."""
-        model = self.load_into(quantizer)
+        model = self.load_into(quantizer, kind)
         model.lm_head.share(model.embed.weight)
         return model.eval()
 
-    def load_into(self, quantizer: Quantizer) -> Llama:
+    def load_into(self, quantizer: Quantizer, kind: type[Llama] = Llama) -> Llama:
         """Hand every parameter to the quantizer, which places it into the model that is returned."""
         with torch.device("meta"):
-            model = Llama(self.config)
+            model = kind(self.config)
 
         def tied(tensors: Weights) -> Weights:
             """Without an LM head of its own, a tied (or GGUF) model scores with its embedding."""

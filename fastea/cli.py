@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -91,6 +92,13 @@ def parser() -> argparse.ArgumentParser:
     add("--ignore-eos", action="store_true", help="do not stop at end marks")
     add("--num-samples", type=int, default=1, help="answer this many times, with noise streams 0, 1, ... (default 1)")
     add("--compile", action="store_true", help="torch.compile prefill and round, once, before the first token")
+    add(
+        "--kernels",
+        choices=["auto", "triton", "torch"],
+        default="auto",
+        help="auto: the Triton kernels on a GPU that can run them, else torch's operators (same text, slower there)",
+    )
+    add("--profile", metavar="FILE", help="write a Chrome trace of the rounds to FILE (open it at ui.perfetto.dev)")
     add("--threads", type=int, help="threads of a CPU (default: torch's choice, one a core)")
     add(
         "--wait-policy",
@@ -172,6 +180,7 @@ def run(args: argparse.Namespace) -> int:
         args.checkpoint, args.head, drafter=args.drafter, tree=args.tree, accept=args.accept, exact=args.exact,
         quant=_or_none(args.quant), head_quant=_or_none(args.head_quant),
         max_seq_len=args.max_seq_len, device=args.device, dtype=args.dtype, compile=args.compile,
+        kernels=args.kernels,
     )  # fmt: skip
     if model.tokenizer.template is None and not args.raw:
         note("this checkpoint has no chat template: continuing the prompt as plain text")
@@ -186,8 +195,9 @@ def run(args: argparse.Namespace) -> int:
         if sample == 0:
             prepare(model, sampling, args)
         try:
-            for piece in answer:
-                show(args, piece)
+            with profiled(args.profile):
+                for piece in answer:
+                    show(args, piece)
         except (KeyboardInterrupt, FasteaError) as error:  # what was produced is still shown and counted
             stopped = error
             if not answer.outputs[0].ids and isinstance(error, FasteaError):
@@ -205,6 +215,22 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(stopped, FasteaError):
         raise stopped
     return 130 if stopped else 0
+
+
+@contextlib.contextmanager
+def profiled(path: str | None) -> Iterator[None]:
+    """Write a trace of what runs inside to `path`, if there is one, also when it is interrupted."""
+    if path is None:
+        yield
+        return
+    with open(path, "w"):  # a place that cannot be written is found now
+        pass
+    trace = torch.profiler.profile()
+    try:
+        with trace:
+            yield
+    finally:
+        trace.export_chrome_trace(path)
 
 
 def prepare(model: Generator, sampling: Sampling, args: argparse.Namespace) -> None:

@@ -77,6 +77,10 @@ class EagleHead(nn.Module):
         """Predicted features [..., h] -> fp32 logits over the draft vocabulary [..., Vd]."""
         return self.lm(features).float()
 
+    def top(self, scores: torch.Tensor, count: int) -> torch.Tensor:
+        """The `count` best of the draft vocabulary, best first. [..., Vd] -> [..., count]."""
+        return scores.topk(count, dim=-1).indices
+
     def target_ids(self, draft: torch.Tensor) -> torch.Tensor:
         """Draft vocabulary indices -> target token ids."""
         return draft if self.draft_ids is None else self.draft_ids[draft]
@@ -86,7 +90,7 @@ class EagleHead(nn.Module):
 _FIXED = {"hidden_act": "silu", "norm_before_residual": False, "norm_output": False}
 
 
-def load_head(folder: str | Path, target: Llama, quantizer: Quantizer) -> EagleHead:
+def load_head(folder: str | Path, target: Llama, quantizer: Quantizer, kind: type[EagleHead] = EagleHead) -> EagleHead:
     """Read an EAGLE-1 head folder (config.json, safetensors or weights-only .bin) for this target.
 
     quantizer: how its linear weights are kept, and its copy of the draft vocabulary's LM head rows. Presence of
@@ -162,7 +166,7 @@ def load_head(folder: str | Path, target: Llama, quantizer: Quantizer) -> EagleH
             f"the target's {tuple(target.embed.weight.shape)}; it belongs to another model"
         )
     with torch.device("meta"):
-        head = EagleHead(config, "fc.bias" in state, "layers.0.self_attn.q_proj.bias" in state, draft_ids)
+        head = kind(config, "fc.bias" in state, "layers.0.self_attn.q_proj.bias" in state, draft_ids)
     assign_tensors(head, ((n.replace("layers.0.", "layer."), t) for n, t in state.items()), quantizer, str(folder))
     head.quantizer = quantizer
     head.card = raw.get("fastea", {})

@@ -13,6 +13,7 @@ from fastea.answer import Answer, Output
 from fastea.config import FasteaError
 from fastea.drafters import Drafter
 from fastea.llama import DecoderLayer, Llama
+from fastea.replay import Replay
 from fastea.round import Outcome, Round
 from fastea.runtime import available_bytes, compiled, compiling, note, tensor_bytes
 from fastea.sampling import PICK, Sampling, noise_key, pick
@@ -42,19 +43,26 @@ class Generator:
         rejection: bool = False,
         row_sizes: tuple[int, ...] | None = None,
         compile: bool = False,
+        round_kind: type[Round] = Round,
         info: dict[str, Any] | None = None,
     ):
         self.model, self.tokenizer, self.drafter, self.max_seq_len = model, tokenizer, drafter, max_seq_len
         self.info, self.load_s, self.compile_s = info or {}, 0.0, 0.0
         self.tree: Tree = drafter.tree if drafter else chain(0).to(str(model.embed.weight.device))
-        self.round = Round(model, self.tree, drafter, rejection, row_sizes, len(tokenizer))
+        self.round = round_kind(model, self.tree, drafter, rejection, row_sizes, len(tokenizer))
         self.row_sizes = row_sizes
         self._use(compile)
         self.seconds = {"draft": 0.0, "verify": 0.0, "accept": 0.0}  # of all rounds; on a GPU, of launching them
         self._warm: set[tuple[int, Sampling]] = set()
+        self._replays: dict[tuple[int, Sampling], Replay] = {}  # of the state that is held
         self._states: dict[int, DecodeState] = {}
         self.device = model.embed.weight.device
         self.closed = False
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """End marks of tokenizer and model."""
+        return self.tokenizer.stop_ids | frozenset(self.model.config.eos_ids)
 
     @property
     def weight_bytes(self) -> int:
@@ -119,6 +127,8 @@ class Generator:
         """The preallocated state for a batch size; the one of another size is given up. Refused if it cannot fit."""
         if batch not in self._states:
             self._states.clear()
+            self._warm -= self._replays.keys()
+            self._replays.clear()
             needed, free = self.cache_bytes(batch), available_bytes(str(self.device))
             if free is not None and needed > free:
                 raise FasteaError(
@@ -129,7 +139,8 @@ class Generator:
                 cache = self.model.new_cache(batch, self.max_seq_len)
                 draft = self.drafter.new_cache(batch, self.max_seq_len) if self.drafter else None
                 width = self.tree.depth_max + 1
-                self._states[batch] = DecodeState(self.model, cache, draft, batch, width, self.max_seq_len)
+                stops = len(self.stop_ids)
+                self._states[batch] = DecodeState(self.model, cache, draft, batch, width, self.max_seq_len, stops)
         return self._states[batch]
 
     def warm_up(self, batch: int, sampling: Sampling) -> None:
@@ -139,7 +150,9 @@ class Generator:
         begin = time.perf_counter()
         try:
             with compiling():
-                self._run_twice(batch, sampling)
+                state = self._run_twice(batch, sampling)
+                if self.round.captures:
+                    self._replays[batch, sampling.shape()] = Replay(self.round, state)
         except FasteaError:
             raise
         except Exception as error:  # a compiler that is there but does not work
@@ -153,6 +166,7 @@ class Generator:
         """The round's parts, compiled or as they are: one layer of the target for all of them, which compiles in
         seconds, drafting and accepting. Prefill stays eager: it is one forward of many rows."""
         self.compile = compile
+        compile = compile and not self.round.captures  # there the round is one graph of kernels, and nothing compiles
 
         def part(function: Callable[..., Any]) -> Callable[..., Any]:
             return compiled(function) if compile else function
@@ -160,7 +174,7 @@ class Generator:
         self.round.run_layer = part(DecoderLayer.forward)
         self._draft, self._accept = part(self.round.draft), part(self.round.accept)
 
-    def _run_twice(self, batch: int, sampling: Sampling) -> None:
+    def _run_twice(self, batch: int, sampling: Sampling) -> DecodeState:
         """A short prompt and two rounds: every shape that a run has."""
         state = self.state(batch)
         state.reset(sampling, list(range(batch)))
@@ -168,10 +182,12 @@ class Generator:
             self.prefill(state, row, [0, 0])
         for _ in range(2):
             self.step(state)
+        return state
 
     @torch.inference_mode()
-    def prefill(self, state: DecodeState, row: int, ids: list[int]) -> int:
-        """Run a prompt through target and drafter, chunk by chunk of one shape; returns the first new token."""
+    def prefill(self, state: DecodeState, row: int, ids: list[int], room: int | None = None) -> int:
+        """Run a prompt through target and drafter, chunk by chunk of one shape; returns the first new token. room:
+        tokens that the answer may have, None: any number."""
         cache = state.cache.row(row)
         draft = state.draft_cache.row(row) if state.draft_cache else None
         tokens = torch.tensor(ids + [0] * (-len(ids) % CHUNK + 1), device=self.device)
@@ -189,11 +205,30 @@ class Generator:
         chosen_at = torch.tensor([[len(ids)]], device=self.device)
         key = noise_key(state.seed, state.stream[row : row + 1], chosen_at, PICK)
         first = pick(logits, key[:, 0], state.sampling)[0]
-        state.begin(row, tokens[: len(ids)], last, first)
+        state.begin(row, tokens[: len(ids)], last, first, self.max_seq_len if room is None else room)
         return int(first)
 
+    def replay(self, state: DecodeState) -> Replay | None:
+        """The graph of this state's rounds, ready for the first of them; None where rounds run part by part."""
+        replay = self._replays.get((len(state.root), state.sampling.shape()))
+        if replay:
+            replay.begin()
+        return replay
+
     @torch.inference_mode()
-    def step(self, state: DecodeState) -> Outcome:
+    def step(self, state: DecodeState, replay: Replay | None = None) -> Outcome:
+        """One round. replay: its graph, if there is one."""
+        if replay:
+            begin = time.perf_counter()
+            outcome = replay.step()
+            self.seconds["round"] = self.seconds.get("round", 0.0) + time.perf_counter() - begin
+        else:
+            outcome = self._step(state)
+        if not bool(outcome.finite.all()):
+            raise FasteaError(_NAN)
+        return outcome
+
+    def _step(self, state: DecodeState) -> Outcome:
         times = [time.perf_counter()]
         draft = self._draft(state)
         times.append(time.perf_counter())
@@ -203,8 +238,6 @@ class Generator:
         times.append(time.perf_counter())
         for name, begin, end in zip(self.seconds, times, times[1:], strict=False):
             self.seconds[name] += end - begin
-        if not bool((outcome.finite | state.done).all()):
-            raise FasteaError(_NAN)
         return outcome
 
     def plain(self) -> Generator:
@@ -212,7 +245,7 @@ class Generator:
         info = self.info | {"tree": "none", "head": "none"}
         return Generator(
             self.model, self.tokenizer, None, max_seq_len=self.max_seq_len, row_sizes=self.row_sizes,
-            compile=self.compile, info=info,
+            compile=self.compile, round_kind=type(self.round), info=info,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -253,14 +286,14 @@ class Run:
         self.sampling = Sampling(temperature, top_k, top_p, seed).with_seed()
         self.prompts = [generator.encode(p, system, raw) for p in prompts]
         self.streams = list(streams) if streams is not None else list(range(len(prompts)))
-        stop_ids = (
-            frozenset() if ignore_eos else generator.tokenizer.stop_ids | frozenset(generator.model.config.eos_ids)
-        )
+        self.stop_ids = frozenset() if ignore_eos else generator.stop_ids
         stops = [stop] if isinstance(stop, str) else list(stop)
-        self.answers = []
+        self.answers: list[Answer] = []
+        self.rooms: list[int] = []
         for ids in self.prompts:
             room = min(max_new_tokens, generator.max_seq_len - len(ids))
-            answer = Answer(generator.tokenizer, stop_ids, stops, room, ids)
+            self.rooms.append(room)
+            answer = Answer(generator.tokenizer, self.stop_ids, stops, room, ids)
             answer.output.seed = None if self.sampling.greedy else self.sampling.seed
             self.answers.append(answer)
         self._pieces = self._go()
@@ -285,22 +318,23 @@ class Run:
         generator, answers = self.generator, self.answers
         generator.warm_up(len(answers), self.sampling)
         state = generator.state(len(answers))
-        state.reset(self.sampling, self.streams)
+        state.reset(self.sampling, self.streams, self.stop_ids)
         state.owner = self
         for row, (ids, answer) in enumerate(zip(self.prompts, answers, strict=True)):
             begin = time.perf_counter()
-            first = generator.prefill(state, row, ids)
+            first = generator.prefill(state, row, ids, self.rooms[row])
             answer.output.prefill_s = time.perf_counter() - begin
             piece = answer.push([first])
             if answer.finished:
                 state.retire(row)
             if row == 0 and piece:
                 yield piece
+        replay = generator.replay(state)
         while not all(answer.finished for answer in answers):
             if state.owner is not self:
                 raise FasteaError("another generation was started on this model; finish one before the next")
             begin = time.perf_counter()
-            outcome = generator.step(state)
+            outcome = generator.step(state, replay)
             emitted, counts = outcome.emitted.tolist(), outcome.count.tolist()
             seconds = time.perf_counter() - begin
             if self.observe:

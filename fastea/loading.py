@@ -17,10 +17,11 @@ from fastea.eagle import EagleHead, load_head
 from fastea.generator import Generator
 from fastea.gguf_vocabulary import from_gguf
 from fastea.kernels.rows import find_row_sizes
-from fastea.linear import distinct_products
+from fastea.linear import probes
 from fastea.llama import Llama
 from fastea.quantized import Quantizer
-from fastea.runtime import can_compile, note, resolve_device, resolve_dtype
+from fastea.round import Round
+from fastea.runtime import can_compile, note, resolve_device, resolve_dtype, use_triton
 from fastea.tokenizer import from_folder
 from fastea.tree import Tree, parse_tree
 
@@ -42,6 +43,7 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     compile: bool = False,
+    kernels: str = "auto",
     pack: bool = True,
 ) -> Generator:
     """Load a model for generation.
@@ -51,9 +53,10 @@ def load(
     "auto" (eagle if there is a head), "eagle", "ngram" or "none". tree: see `fastea.tree.parse_tree`; accept: "match"
     (the same text for a seed with any drafter) or "rejection" (the paper's sampling). quant: "int8" or "int4" rounds
     the target's linear weights (GGUF blocks of as many bits stay as they are), None takes the file as it is, a GGUF
-    file dequantized; head_quant: the same for the head. exact: the path whose rows do
-    not depend on the rows beside them. max_seq_len: context in tokens. pack: False keeps the target's weights as plain
-    matrices, for training and quantizing. Raises FasteaError with one clear line.
+    file dequantized; head_quant: the same for the head. exact: the path whose rows do not depend on the rows beside
+    them. max_seq_len: context in tokens. kernels: "triton", "torch", or "auto", Triton's on a GPU that can run them.
+    pack: False keeps the target's weights as plain matrices, for training and quantizing.
+    Raises FasteaError with one clear line.
     """
     begin = time.perf_counter()
     if drafter not in ("auto", "eagle", "ngram", "none"):
@@ -73,18 +76,25 @@ def load(
         tokenizer = from_folder(files.folder, files.config.eos_ids)
     stored = quant or files.quant
     kind = resolve_dtype(dtype, where, files.config.dtype, stored is not None)
-    quantizer = Quantizer(quant, kind, where, pack)
-    model = files.load(quantizer)
+    triton = use_triton(kernels, where, kind, files.config)
+    quantizer = Quantizer(quant, kind, where, pack, triton)
+    target_kind, head_kind, round_kind = Llama, EagleHead, Round
+    if triton:
+        from fastea import fused
+
+        target_kind, head_kind, round_kind = fused.FusedLlama, fused.FusedEagleHead, fused.FusedRound
+    model = files.load(quantizer, target_kind)
     model.set_context(context)
-    found = _find_head(head, drafter, model, files.folder, Quantizer(head_quant, kind, where))
+    found = _find_head(head, drafter, model, files.folder, Quantizer(head_quant, kind, where, triton=triton), head_kind)
     proposer = _drafter(found, drafter, shape, model, context, accept == "rejection", where)
     if compile and not can_compile(where):
         note("--compile is off: no C++ compiler (or, on a GPU, no Triton) was found; running eager")
         compile = False
+    exact = exact and not triton  # there every path is exact
     if compile and exact:
         note("--compile is off: --exact runs eager, since compiled kernels may sum in another order")
         compile = False
-    row_sizes = find_row_sizes(distinct_products(model)) if exact else None
+    row_sizes = find_row_sizes(probes(model)) if exact else None
     generator = Generator(
         model,
         tokenizer,
@@ -93,6 +103,7 @@ def load(
         rejection=accept == "rejection",
         row_sizes=row_sizes,
         compile=compile,
+        round_kind=round_kind,
         info={
             "model": files.path.name,
             "dtype": str(kind).removeprefix("torch."),
@@ -110,7 +121,7 @@ def load(
 
 
 def _find_head(
-    head: str | Path, drafter: str, model: Llama, folder: Path, quantizer: Quantizer
+    head: str | Path, drafter: str, model: Llama, folder: Path, quantizer: Quantizer, kind: type[EagleHead]
 ) -> tuple[str, EagleHead] | None:
     """(name, head) by the rule of `load`, None where there is none to use."""
     if str(head) == "none" or drafter in ("ngram", "none"):
@@ -118,13 +129,13 @@ def _find_head(
             raise FasteaError("--drafter eagle needs a head, but --head is none")
         return None
     if str(head) != "auto":
-        return Path(head).name, load_head(head, model, quantizer)
+        return Path(head).name, load_head(head, model, quantizer, kind)
     for path in sorted(SHIPPED_HEADS.glob("*/config.json")):
         if same_model(model, read_json(path).get("fastea", {}).get("target", [])):
-            return path.parent.name, load_head(path.parent, model, quantizer)
+            return path.parent.name, load_head(path.parent, model, quantizer, kind)
     beside = folder / "eagle"
     if (beside / "config.json").is_file():
-        return str(beside), load_head(beside, model, quantizer)
+        return str(beside), load_head(beside, model, quantizer, kind)
     if drafter == "eagle":
         raise FasteaError(f"--drafter eagle: no head for this model; pass --head FOLDER or put one into {beside}")
     note("no head for this model: decoding plain (train one with scripts/train_head.py, or try --drafter ngram)")

@@ -24,18 +24,20 @@ class Quantizer:
     """Places weights into a model. quant: "int8" or "int4" rounds linear weights that come in more bits; None leaves
     every weight as it comes. dtype: of weights that are not quantized, and of activations with the exception that
     `fastea.kernels.packed.activation_dtype` makes. pack=False: weights in full precision stay plain matrices, for
-    training and quantizing.
+    training and quantizing. triton: for the Triton kernels.
 
     The LM head is int8 whatever the scheme, or in full precision; the embedding always is in full precision.
     """
 
-    def __init__(self, quant: str | None, dtype: torch.dtype, device: str, pack: bool = True):
+    def __init__(self, quant: str | None, dtype: torch.dtype, device: str, pack: bool = True, triton: bool = False):
         if quant is not None and quant not in SCHEMES:
             raise FasteaError(f"--quant {quant}: known are none, {' and '.join(SCHEMES)}")
-        self.quant, self.dtype, self.device = quant, activation_dtype(dtype, device), device
+        self.quant, self.device, self.triton = quant, device, triton
+        self.dtype = dtype if triton else activation_dtype(dtype, device)
         self.half = self.dtype != dtype  # fp16 weights, fp32 activations
         on_cpu = not device.startswith("cuda")
-        self.dense = pack and on_cpu and (self.dtype == torch.float32 or fast_half())  # unquantized weights get packed
+        # whether unquantized weights change their form
+        self.dense = pack and (triton or (on_cpu and (self.dtype == torch.float32 or fast_half())))
         self.scheme: Scheme | None = SCHEMES[quant] if quant else None  # of a layer's weights
         self.lm_scheme: Scheme | None = SCHEMES["int8"] if quant else None
         self.made: Counter[str] = Counter()  # weights by what they became
@@ -69,10 +71,16 @@ class Quantizer:
         module = model.get_submodule(stem)
         if isinstance(weight, QuantizedWeight) or (self.dense and kind == "weight" and isinstance(module, Linear)):
             parent, _, child = stem.rpartition(".")
-            packed = PackedLinear(weight, module.bias, self.dtype, self.device, self.half)  # type: ignore[arg-type]
-            setattr(model.get_submodule(parent), child, packed)
+            setattr(model.get_submodule(parent), child, self._linear(weight, module.bias))  # type: ignore[arg-type]
         else:
             model.load_state_dict({name: weight.to(device=self.device, dtype=self.dtype)}, strict=False, assign=True)
+
+    def _linear(self, weight: Weight, bias: torch.nn.Parameter | None) -> Linear:
+        if not self.triton:
+            return PackedLinear(weight, bias, self.dtype, self.device, self.half)
+        from fastea.triton_linear import TritonLinear
+
+        return TritonLinear(weight, bias, self.dtype, self.device)
 
     @property
     def packs(self) -> bool:

@@ -17,7 +17,7 @@ from fastea.tree import Tree
 @dataclass
 class Outcome:
     """emitted: [B, W] new tokens, the first count[b] of row b are real; path: [B, W] their tree slots;
-    finite: [B] whether the target's logits on the accepted path were free of NaN."""
+    finite: [B] whether the target's logits on the accepted path were free of NaN, true where a sequence was done."""
 
     emitted: torch.Tensor
     count: torch.Tensor
@@ -31,6 +31,8 @@ class Round:
     row_sizes: None = the fastest kernels; else the exact path (see `fastea.kernels.rows`).
     valid_vocab: ids at and past it are padding of the embedding and never picked.
     """
+
+    captures = False  # whether a whole round can be one graph: nothing in it asks the host
 
     def __init__(
         self,
@@ -78,22 +80,24 @@ class Round:
         else:
             keys = noise_key(state.seed, state.stream, chosen_at, PICK)
             path, count, emitted = walk(draft.tokens, logits, keys, tree, state.sampling)
-        return self.commit(state, features, logits, path, count, emitted)
+        return self.commit(state, features, logits.amax(-1).isnan(), path, count, emitted)
 
     def commit(
         self,
         state: DecodeState,
         features: torch.Tensor,
-        logits: torch.Tensor,
+        broken: torch.Tensor,
         path: torch.Tensor,
         count: torch.Tensor,
         emitted: torch.Tensor,
     ) -> Outcome:
-        """Keep the accepted rows: their keys and values, features and tokens; advance what is not done."""
+        """Keep the accepted rows: their keys and values, features and tokens; advance what is not done. broken: [B, N]
+        nodes with a NaN among their logits."""
         if not self.tree.is_chain:
             state.cache.compact(state.length, path)
         steps = torch.arange(path.shape[1], device=path.device)
-        broken = (logits.amax(-1).isnan().gather(1, path) & (steps < count[:, None])).any(1)
+        failed = (broken.gather(1, path) & (steps < count[:, None])).any(1)
+        finite = ~failed | state.done
         count = torch.where(state.done, 0, count)
         state.features.copy_(features.gather(1, path[..., None].expand(-1, -1, features.shape[2])))
         state.emitted.copy_(emitted)
@@ -102,4 +106,6 @@ class Round:
         state.length.add_(count)
         last = emitted.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
         state.root.copy_(torch.where(count > 0, last, state.root))
-        return Outcome(emitted, count, path, ~broken)
+        stopped = (emitted[:, :, None] == state.stop_ids).any(2) & (steps < count[:, None])
+        state.done.logical_or_(stopped.any(1) | (state.length + 1 >= state.limit))
+        return Outcome(emitted, count, path, finite)

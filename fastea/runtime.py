@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fastea.config import FasteaError
+from fastea.config import FasteaError, ModelConfig
 from fastea.kernels.packed import fast_bf16, fast_half
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -63,6 +63,45 @@ def resolve_dtype(name: str, device: str, stored: torch.dtype, quantized: bool =
     if fast_bf16() or quantized:
         return torch.bfloat16
     return torch.float16 if fast_half() else torch.float32
+
+
+KERNEL_HEADS = (16, 32, 64, 96, 128)  # head sizes that the attention kernel takes
+
+
+def use_triton(kernels: str, device: str, dtype: torch.dtype, config: ModelConfig) -> bool:
+    """Whether the Triton kernels run this model. auto: on a GPU, unless something is in the way, which is said in one
+    line; torch's operators then write the same text, slower. triton: where something is in the way, refused."""
+    if kernels not in ("auto", "triton", "torch"):
+        raise FasteaError(f"--kernels {kernels}: known are auto, triton and torch")
+    if kernels == "torch" or (kernels == "auto" and not device.startswith("cuda")):
+        return False
+    problem = _in_the_way(device, dtype, config)
+    if problem and kernels == "triton":
+        raise FasteaError(f"--kernels triton: {problem}; use --kernels torch")
+    if problem:
+        note(f"the Triton kernels are off: {problem}; running torch's operators, slower")
+    return problem is None
+
+
+def _in_the_way(device: str, dtype: torch.dtype, config: ModelConfig) -> str | None:
+    """What keeps the Triton kernels from running, None if nothing does."""
+    try:
+        from fastea.kernels.launch import INTERPRETED
+    except Exception as error:  # not installed, or broken
+        return f"Triton cannot be loaded ({(str(error).splitlines() or [type(error).__name__])[0]})"
+    if device.startswith("cuda"):
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            return f"the card has compute capability {capability[0]}.{capability[1]}, they need 8.0"
+    elif not INTERPRETED:
+        return "they need a GPU (or, for tests, TRITON_INTERPRET=1)"
+    if dtype == torch.float32:
+        return "they compute in 16 bit, not in float32"
+    if config.head_dim not in KERNEL_HEADS:
+        return f"heads of {config.head_dim} are not among {', '.join(map(str, KERNEL_HEADS))}"
+    if config.num_heads // config.num_kv_heads > 16:
+        return f"{config.num_heads // config.num_kv_heads} query heads a KV head are more than 16"
+    return None
 
 
 def tensor_bytes(*modules: torch.nn.Module | None) -> int:

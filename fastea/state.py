@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from fastea.cache import TREE_SLACK, KVCache
@@ -14,7 +16,8 @@ class DecodeState:
 
     length: [B] committed tokens (rows of the caches that count). root: [B] the pending token, at position length.
     features: [B, W, h] target features of the rows accepted last; emitted: [B, W] the token after each of them;
-    count: [B] how many of these W rows are real (accepted nodes + 1). done: [B] rows that no longer advance.
+    count: [B] how many of these W rows are real (accepted nodes + 1). done: [B] rows that no longer advance: a token
+    of stop_ids [S] (-1: none) was emitted, or the text has limit [B] tokens, prompt included.
     history: [B, max_seq_len + slack] all tokens up to the root. stream: [B] noise stream of each sequence.
     sampling: settings of the run; seed: [] its seed.
     """
@@ -27,6 +30,7 @@ class DecodeState:
         batch: int,
         width: int,
         max_seq_len: int,
+        stops: int,
     ):
         like = model.embed.weight
 
@@ -38,13 +42,16 @@ class DecodeState:
         self.features = zeros(batch, width, model.config.hidden_size, dtype=like.dtype)
         self.emitted, self.count = zeros(batch, width), zeros(batch)
         self.done = zeros(batch, dtype=torch.bool)
+        self.stop_ids, self.limit = zeros(max(stops, 1)), zeros(batch)
         self.history = zeros(batch, max_seq_len + TREE_SLACK + 1)
         self.owner: object = None  # the run that decodes here; one at a time
         self.stream, self.seed = zeros(batch), torch.zeros((), dtype=torch.int64, device=like.device)
 
-    def reset(self, sampling: Sampling, streams: list[int]) -> None:
+    def reset(self, sampling: Sampling, streams: list[int], stop_ids: Collection[int] = ()) -> None:
         """Ready for new prompts; the caches keep what they hold, since only rows below `length` count."""
         self.sampling = sampling
+        self.stop_ids.fill_(-1)
+        self.stop_ids[: len(stop_ids)] = torch.tensor(sorted(stop_ids), dtype=torch.int64)
         self.seed.fill_(sampling.seed or 0)
         self.stream.copy_(torch.tensor(streams))
         for tensor in (self.length, self.root, self.count, self.done):
@@ -54,9 +61,11 @@ class DecodeState:
         """This sequence has ended: it advances no more, and what rounds still write for it goes to its first rows."""
         self.done[row], self.length[row], self.count[row] = True, 0, 0
 
-    def begin(self, row: int, prompt: torch.Tensor, feature: torch.Tensor, first: torch.Tensor) -> None:
-        """A prompt [T] is in the caches; `first` is the token picked after it, feature [h] that of its last token."""
+    def begin(self, row: int, prompt: torch.Tensor, feature: torch.Tensor, first: torch.Tensor, room: int) -> None:
+        """A prompt [T] is in the caches; `first` is the token picked after it, feature [h] that of its last token;
+        room: tokens that the answer may have."""
         length = prompt.shape[0]
+        self.limit[row] = length + room
         self.history[row, :length] = prompt
         self.history[row, length] = first
         self.length[row], self.root[row], self.count[row] = length, first, 1

@@ -84,6 +84,6 @@ class EagleDrafter:
         elif self.by_noise and not state.sampling.greedy:
             key = noise_key(state.seed, state.stream, (state.length + depth)[:, None], PICK)
             logits = torch.log_softmax(logits / state.sampling.temperature, -1) + gumbel(key, self.ids)
-        chosen = self.head.target_ids(logits.topk(width, dim=-1).indices)
+        chosen = self.head.target_ids(self.head.top(logits, width))
         short = self.tree.children.shape[1] - width
         return chosen if not short else torch.cat((chosen, chosen[..., -1:].expand(-1, -1, short)), -1)

@@ -1,0 +1,130 @@
+"""Target, head and round over the Triton kernels: the same weights and the same interfaces, nine launches a layer, no
+word from the host inside a round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+
+from fastea.cache import KVCache
+from fastea.drafters import Draft
+from fastea.eagle import EagleHead
+from fastea.kernels.choose import choose
+from fastea.kernels.gate import silu_mul
+from fastea.kernels.norm import add, add_norm
+from fastea.kernels.rope import rope_write
+from fastea.kernels.topk import top_children
+from fastea.kernels.tree_attention import tree_attention
+from fastea.kernels.walk import accept_walk
+from fastea.llama import DecoderLayer, Llama
+from fastea.round import Outcome, Round
+from fastea.sampling import PICK, noise_key
+from fastea.state import DecodeState
+from fastea.triton_linear import TritonLinear
+
+
+def run_layer(
+    layer: DecoderLayer,
+    residual: torch.Tensor,
+    pending: torch.Tensor | None,
+    rope: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    start: torch.Tensor,
+    visible: torch.Tensor | None,
+    offset: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One layer for M = B x R rows. residual: [M, h]; pending: the parts of what is still to be added to it, None:
+    nothing. Returns both for the next layer."""
+    qkv, o, gate_up, down = (cast(TritonLinear, part) for part in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    normed = residual
+    if layer.attn_norm is not None:
+        residual, normed = add_norm(pending, residual, layer.attn_norm.weight, layer.attn_norm.eps)
+    q = rope_write(
+        qkv.partials(normed), qkv.bias, rope, positions, k_cache, v_cache, start, offset, layer.heads
+    )  # [B, R, H, D]
+    mixed = tree_attention(q, k_cache, v_cache, start, visible).flatten(2)
+    residual, normed = add_norm(o.partials(mixed), residual, layer.mlp_norm.weight, layer.mlp_norm.eps)
+    return residual, down.partials(silu_mul(gate_up.partials(normed), down.inputs, residual.dtype))
+
+
+class FusedLlama(Llama):
+    """The decoder. Rows keep their bits for every number of rows and every tree, so that it is its own exact path."""
+
+    def new_cache(self, batch: int, max_seq_len: int, device: str | None = None) -> KVCache:
+        c, like = self.config, self.embed.weight
+        return KVCache(
+            c.num_layers, batch, c.num_kv_heads, max_seq_len, c.head_dim, like.dtype, device or like.device, joined=True
+        )
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        start: torch.Tensor,
+        words: torch.Tensor | None,
+        cache: KVCache,
+        row_sizes: tuple[int, ...] | None = None,
+        run: Callable[..., torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        residual, pending = F.embedding(tokens, self.embed.weight).flatten(0, 1), None
+        for layer, k, v in zip(self.layers, cache.keys, cache.values, strict=True):
+            residual, pending = run_layer(
+                cast(DecoderLayer, layer), residual, pending, self.rope, positions, k, v, start, words, 0
+            )
+        return add_norm(pending, residual, self.norm.weight, self.norm.eps)[1].view(*tokens.shape, -1)
+
+    def logits(self, features: torch.Tensor, row_sizes: tuple[int, ...] | None = None) -> torch.Tensor:
+        return cast(TritonLinear, self.lm_head).product(features, torch.float32)
+
+
+class FusedEagleHead(EagleHead):
+    """The EAGLE-1 head."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        start: torch.Tensor,
+        words: torch.Tensor | None,
+        offset: int,
+        cache: KVCache,
+    ) -> torch.Tensor:
+        x = self.fc(torch.cat((F.embedding(tokens, self.embed_weight), features), dim=-1)).flatten(0, 1)
+        k, v = cache.keys[0], cache.values[0]
+        residual, pending = run_layer(self.layer, x, None, self.rope, positions, k, v, start, words, offset)
+        return add(pending, residual, None, residual.shape[1], residual.dtype).view(*tokens.shape, -1)
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        return cast(TritonLinear, self.lm).product(features, torch.float32)
+
+    def top(self, scores: torch.Tensor, count: int) -> torch.Tensor:
+        return top_children(scores.flatten(0, 1), count)[1].view(*scores.shape[:-1], count)
+
+
+class FusedRound(Round):
+    """Picks at every node at once, then one walk: the same tokens as picking along the walk."""
+
+    captures = True
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        return self.model.logits(features)
+
+    def accept(self, state: DecodeState, draft: Draft, features: torch.Tensor, logits: torch.Tensor) -> Outcome:
+        if self.rejection and not state.sampling.greedy:
+            return super().accept(state, draft, features, logits)
+        tree, sampling = self.tree, state.sampling
+        keys = None
+        if not sampling.greedy:
+            chosen_at = state.length[:, None] + 1 + tree.depth
+            keys = noise_key(state.seed, state.stream, chosen_at, PICK).flatten()
+        picks, broken = choose(
+            logits.flatten(0, 1), keys, sampling.temperature, sampling.top_k, sampling.top_p, self.valid_vocab
+        )
+        path, count, emitted = accept_walk(draft.tokens, picks.view_as(draft.tokens), tree.parent, tree.depth_max)
+        return self.commit(state, features, broken.view_as(draft.tokens), path, count, emitted)
