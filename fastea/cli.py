@@ -16,7 +16,8 @@ from fastea.answer import Output
 from fastea.config import FasteaError
 from fastea.generator import Generator
 from fastea.loading import load
-from fastea.runtime import note, peak_rss
+from fastea.memory import peak_rss
+from fastea.runtime import note
 from fastea.sampling import Sampling
 
 

@@ -13,9 +13,10 @@ from fastea.answer import Answer, Output
 from fastea.config import FasteaError
 from fastea.drafters import Drafter
 from fastea.llama import DecoderLayer, Llama
+from fastea.memory import available_bytes, tensor_bytes
 from fastea.replay import Replay
 from fastea.round import Outcome, Round
-from fastea.runtime import available_bytes, compiled, compiling, note, tensor_bytes
+from fastea.runtime import compiled, compiling, note
 from fastea.sampling import PICK, Sampling, noise_key, pick
 from fastea.state import DecodeState
 from fastea.tokenizer import Message, Tokenizer

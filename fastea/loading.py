@@ -19,6 +19,7 @@ from fastea.gguf_vocabulary import from_gguf
 from fastea.kernels.rows import find_row_sizes
 from fastea.linear import probes
 from fastea.llama import Llama
+from fastea.memory import check_weights_fit
 from fastea.quantized import Quantizer
 from fastea.round import Round
 from fastea.runtime import can_compile, note, resolve_device, resolve_dtype, use_triton
@@ -76,6 +77,7 @@ def load(
         tokenizer = from_folder(files.folder, files.config.eos_ids)
     stored = quant or files.quant
     kind = resolve_dtype(dtype, where, files.config.dtype, stored is not None)
+    check_weights_fit(files.config, kind, stored, where)
     triton = use_triton(kernels, where, kind, files.config)
     quantizer = Quantizer(quant, kind, where, pack, triton)
     target_kind, head_kind, round_kind = Llama, EagleHead, Round
@@ -87,7 +89,7 @@ def load(
     model.set_context(context)
     found = _find_head(head, drafter, model, files.folder, Quantizer(head_quant, kind, where, triton=triton), head_kind)
     proposer = _drafter(found, drafter, shape, model, context, accept == "rejection", where)
-    if compile and not can_compile(where):
+    if compile and not triton and not can_compile(where):
         note("--compile is off: no C++ compiler (or, on a GPU, no Triton) was found; running eager")
         compile = False
     exact = exact and not triton  # there every path is exact

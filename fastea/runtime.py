@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,38 +101,6 @@ def _in_the_way(device: str, dtype: torch.dtype, config: ModelConfig) -> str | N
     if config.num_heads // config.num_kv_heads > 16:
         return f"{config.num_heads // config.num_kv_heads} query heads a KV head are more than 16"
     return None
-
-
-def tensor_bytes(*modules: torch.nn.Module | None) -> int:
-    """Bytes of the parameters and buffers of these modules, storage that they share counted once."""
-    storages = {}
-    for module in modules:
-        for tensor in (*module.parameters(), *module.buffers()) if module else ():
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        for part in module.modules() if module else ():
-            storages[id(part)] = getattr(part, "hidden_bytes", 0)
-    return sum(storages.values())
-
-
-def available_bytes(device: str) -> int | None:
-    """Memory that can still be allocated there; None if the system does not say."""
-    if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
-
-
-def peak_rss() -> int | None:
-    """The most memory that this process has held, in bytes; None where the system does not say."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def can_compile(device: str) -> bool:

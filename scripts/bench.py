@@ -27,8 +27,8 @@ from fastea.answer import Output
 from fastea.config import FasteaError
 from fastea.generator import Generator
 from fastea.loading import load
+from fastea.memory import peak_rss
 from fastea.round import Outcome
-from fastea.runtime import peak_rss
 from fastea.training.acceptance import AcceptanceTable
 from fastea.training.data import read_lines
 

@@ -252,6 +252,10 @@ def test_memory_is_counted_and_a_cache_that_cannot_fit_names_its_flag(capsys, fo
     monkeypatch.setattr("fastea.generator.available_bytes", lambda device: 1000)
     code, _, err = run(capsys, *common)
     assert code == 2 and "lower --max-seq-len" in err and "1 x 100 tokens" in err
+    for free, advice in ((200_000, "--quant int8 would fit"), (130_000, "--quant int4 would fit"), (1000, "smaller")):
+        monkeypatch.setattr("fastea.memory.available_bytes", lambda device, free=free: free)
+        code, _, err = run(capsys, *common)
+        assert code == 2 and advice in err and f"{free / 1e9:.1f} GB are free" in err and err.count("\n") == 1
     code, _, err = run(capsys, *common, "--threads", 0)
     assert code == 2 and "--threads 0" in err
 
