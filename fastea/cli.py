@@ -86,7 +86,12 @@ def parser() -> argparse.ArgumentParser:
         help="int8 (one scale a row) or int4 (groups of 32): round the weights, or take GGUF blocks of as many bits as "
         "they are; none (default): as the checkpoint has them, GGUF dequantized",
     )
-    add("--head-quant", choices=["none", "int8", "int4"], default="none", help="the same for the head's weights")
+    add(
+        "--head-quant",
+        choices=["auto", "none", "int8", "int4"],
+        default="auto",
+        help="the same for the head's weights; auto: int8 on a GPU and, in bfloat16, on a CPU with AVX-512, else none",
+    )
     add("--max-seq-len", type=int, help="context in tokens, prompt and answer (default: the model's, at most 4096)")
     add("--system", help="system message (default: what the chat template puts)")
     add("--raw", action="store_true", help="continue the prompt as plain text, without the chat template")
@@ -179,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed).with_seed()
     model = load(
         args.checkpoint, args.head, drafter=args.drafter, tree=args.tree, accept=args.accept, exact=args.exact,
-        quant=_or_none(args.quant), head_quant=_or_none(args.head_quant),
+        quant=_or_none(args.quant), head_quant=args.head_quant,
         max_seq_len=args.max_seq_len, device=args.device, dtype=args.dtype, compile=args.compile,
         kernels=args.kernels,
     )  # fmt: skip

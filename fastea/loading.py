@@ -22,7 +22,7 @@ from fastea.llama import Llama
 from fastea.memory import check_weights_fit
 from fastea.quantized import Quantizer
 from fastea.round import Round
-from fastea.runtime import can_compile, note, resolve_device, resolve_dtype, use_triton
+from fastea.runtime import can_compile, note, resolve_device, resolve_dtype, resolve_head_quant, use_triton
 from fastea.tokenizer import from_folder
 from fastea.tree import Tree, parse_tree
 
@@ -38,7 +38,7 @@ def load(
     tree: str | Tree | None = None,
     accept: str = "match",
     quant: str | None = None,
-    head_quant: str | None = None,
+    head_quant: str = "auto",
     exact: bool = False,
     max_seq_len: int | None = None,
     device: str = "auto",
@@ -54,9 +54,10 @@ def load(
     "auto" (eagle if there is a head), "eagle", "ngram" or "none". tree: see `fastea.tree.parse_tree`; accept: "match"
     (the same text for a seed with any drafter) or "rejection" (the paper's sampling). quant: "int8" or "int4" rounds
     the target's linear weights (GGUF blocks of as many bits stay as they are), None takes the file as it is, a GGUF
-    file dequantized; head_quant: the same for the head. exact: the path whose rows do not depend on the rows beside
-    them. max_seq_len: context in tokens. kernels: "triton", "torch", or "auto", Triton's on a GPU that can run them.
-    pack: False keeps the target's weights as plain matrices, for training and quantizing.
+    file dequantized; head_quant: "none", "int8", "int4" for the head, or "auto", what is fastest here. exact: the path
+    whose rows do not depend on the rows beside them. max_seq_len: context in tokens. kernels: "triton", "torch", or
+    "auto", Triton's on a GPU that can run them. pack: False keeps the target's weights as plain matrices, for training
+    and quantizing.
     Raises FasteaError with one clear line.
     """
     begin = time.perf_counter()
@@ -87,7 +88,8 @@ def load(
         target_kind, head_kind, round_kind = fused.FusedLlama, fused.FusedEagleHead, fused.FusedRound
     model = files.load(quantizer, target_kind)
     model.set_context(context)
-    found = _find_head(head, drafter, model, files.folder, Quantizer(head_quant, kind, where, triton=triton), head_kind)
+    small = resolve_head_quant(head_quant, kind, triton)
+    found = _find_head(head, drafter, model, files.folder, Quantizer(small, kind, where, triton=triton), head_kind)
     proposer = _drafter(found, drafter, shape, model, context, accept == "rejection", where)
     if compile and not triton and not can_compile(where):
         note("--compile is off: no C++ compiler (or, on a GPU, no Triton) was found; running eager")
@@ -113,7 +115,7 @@ def load(
             "quant": stored or "none",
             "bits_per_weight": quantizer.bits_per_weight,
             "quant_report": quantizer.report() if stored else None,
-            "head_quant": head_quant or "none",
+            "head_quant": small or "none",
             "tree": proposer.tree.name if proposer else "none",
             "head": found[0] if found else (proposer.name if proposer else "none"),
         },

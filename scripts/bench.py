@@ -39,9 +39,9 @@ SETTINGS = {"greedy": {}, "temperature 0.8, top-p 0.9": {"temperature": 0.8, "to
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    for flag in ("--checkpoint", "--tree", "--quant", "--head-quant"):
+    for flag in ("--checkpoint", "--tree", "--quant"):
         add(flag)
-    for flag in ("--head", "--drafter", "--dtype", "--device"):
+    for flag in ("--head", "--head-quant", "--drafter", "--dtype", "--device"):
         add(flag, default="auto")
     add("--compile", action="store_true")
     add("--exact", action="store_true")
@@ -171,12 +171,15 @@ def force_acceptance(generator: Generator, shares: list[float]) -> None:
     wanted = lengths(shares)
 
     def forced(state: Any, draft: Any, features: torch.Tensor, logits: torch.Tensor) -> Outcome:
+        done = state.done.clone()
         accept(state, draft, features, logits)
         state.length.sub_(state.count)
+        state.done.copy_(done)
         path = slots.expand(len(draft.tokens), -1)
         emitted = torch.cat((draft.tokens[:, slots[1:]], draft.tokens[:, :1]), 1)
         count = torch.full_like(state.count, next(wanted) + 1)
-        return generator.round.commit(state, features, logits, path, count, emitted)
+        broken = torch.zeros_like(draft.tokens, dtype=torch.bool)
+        return generator.round.commit(state, features, broken, path, count, emitted)
 
     generator._accept = forced
 

@@ -55,7 +55,7 @@ def main() -> int:
     add("--drafter", default="auto")
     add("--dtype", default="auto")
     add("--quant")
-    add("--head-quant")
+    add("--head-quant", default="auto")
     add("--exact", action="store_true")
     args = parser.parse_args()
     measures = {"exactness": exactness, "acceptance": acceptance, "perplexity": perplexity}
