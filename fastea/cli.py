@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     add("--raw", action="store_true", help="continue the prompt as plain text, without the chat template")
     add("--ignore-eos", action="store_true", help="do not stop at end marks")
     add("--num-samples", type=int, default=1, help="answer this many times, with noise streams 0, 1, ... (default 1)")
-    add("--compile", action="store_true", help="torch.compile prefill and round, once, before the first token")
+    add("--compile", action="store_true", help="compile the round, once, before the first token; on a GPU make it one CUDA graph")
     add(
         "--kernels",
         choices=["auto", "triton", "torch"],

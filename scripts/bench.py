@@ -161,6 +161,8 @@ def describe(name: str, part: dict[str, Any], synthetic: bool) -> None:
 def force_acceptance(generator: Generator, shares: list[float]) -> None:
     """Make rounds accept as many drafts as `shares` says, spread evenly over the rounds, on the way to one of the
     tree's deepest nodes. The real acceptance is computed too, since its time belongs to a round, and undone."""
+    if generator.round.captures and generator.compile:
+        raise FasteaError("--synthetic-acceptance cannot reach into a captured round; use scripts/gpu_check.py model")
     tree, accept = generator.round.tree, generator._accept
     if len(shares) > tree.depth_max:
         raise FasteaError(

@@ -13,10 +13,10 @@ from fastea.config import FasteaError
 from fastea.kernels import packed as layouts
 from fastea.kernels.rows import find_row_sizes, product_rows
 from fastea.linear import PackedLinear
+from fastea.memory import tensor_bytes
 from fastea.quantize.forms import QuantizedWeight, Scheme, nearest, packed
 from fastea.quantize.gptq import gptq
 from fastea.quantize.imports import foreign, from_foreign, from_gguf_blocks
-from fastea.runtime import tensor_bytes
 
 ALL = [Scheme(8), Scheme(8, 32), *(Scheme(4, g, m) for g in (32, 64, 128) for m in (False, True))]
 
