@@ -112,6 +112,7 @@ def load(
             "model": files.path.name,
             "dtype": str(kind).removeprefix("torch."),
             "device": where,
+            "kernels": "triton" if triton else "torch",
             "quant": stored or "none",
             "bits_per_weight": quantizer.bits_per_weight,
             "quant_report": quantizer.report() if stored else None,

@@ -51,7 +51,7 @@ KEYS = {
     "prefill_s", "decode_s", "tokens_per_s", "compile_s", "load_s", "weight_bytes",
     "cache_bytes", "peak_rss_bytes", "threads", "dtype", "device", "quant", "bits_per_weight",
     "quant_report", "tree", "head",
-    "head_quant", "seed",
+    "head_quant", "seed", "kernels",
 }  # fmt: skip
 
 
@@ -68,6 +68,16 @@ def test_json_and_exactness(capsys, folder, more, sampling):
     assert plain["head"] == "none" and plain["tree"] == "none"
     if "rejection" not in more or not sampling:
         assert document["ids"] == plain["ids"] and document["text"] == plain["text"]
+
+
+def test_a_profile_is_a_trace_of_the_rounds(capsys, folder, tmp_path):
+    trace = tmp_path / "trace.json"
+    common = ["--checkpoint", folder, "--prompt", "hi", "--max-new-tokens", 8]
+    code, out, _ = run(capsys, *common, "--profile", trace)
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert code == 0 and out and "fastea::attend" in names
+    code, _, err = run(capsys, *common, "--profile", tmp_path / "none" / "trace.json")
+    assert code == 2 and err.strip().splitlines()[-1].count("trace.json") == 1
 
 
 def test_a_seed_is_drawn_and_printed(capsys, folder):
