@@ -38,7 +38,11 @@ class TritonLinear(Linear):
 
     def product(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """x W^T (+ b) in `dtype`, x's own if None."""
-        y = add(self.partials(x), None, self.bias, self.outputs, dtype or x.dtype)
+        parts = self.partials(x)
+        if len(parts) == 1 and self.bias is None and dtype == torch.float32:
+            y = parts[0, :, : self.outputs]  # as it is; an LM head's is large
+        else:
+            y = add(parts, None, self.bias, self.outputs, dtype or x.dtype)
         return y.view(*x.shape[:-1], self.outputs)
 
     def forward(self, x: torch.Tensor, row_sizes: tuple[int, ...] | None = None) -> torch.Tensor:

@@ -68,12 +68,12 @@ def _mass(logits, vocab, temperature, most, least, COUNT: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _cut_kernel(
-    logits, cut, width, vocab, temperature, top_k, top_p,
+    logits, cut, stride, vocab, temperature, top_k, top_p,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The `_ordered` integer of the least logit that stays, for one row."""
     row = tl.program_id(0)
-    logits += row.to(tl.int64) * width
+    logits += row.to(tl.int64) * stride
     most = float("-inf")
     for first in range(0, vocab, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -99,7 +99,7 @@ def _cut_kernel(
 
 @triton.jit
 def _best_kernel(
-    logits, keys, cut, greatest, values, ids, broken, width, vocab, temperature, blocks,
+    logits, keys, cut, greatest, values, ids, broken, stride, vocab, temperature, blocks,
     NOISE: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
     GOLDEN: tl.constexpr, MIX1: tl.constexpr, MIX2: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +109,7 @@ def _best_kernel(
     block = tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     real = column < vocab
-    scores = tl.load(logits + row.to(tl.int64) * width + column, mask=real, other=float("-inf"))
+    scores = tl.load(logits + row.to(tl.int64) * stride + column, mask=real, other=float("-inf"))
     wrong = tl.max((scores != scores).to(tl.int32), 0)
     scores = tl.where(scores == scores, scores, float("-inf"))
     best = tl.max(scores, 0)
@@ -161,19 +161,19 @@ def _choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not on_triton(logits):
         return choose_reference(logits, keys, temperature, top_k, top_p, vocab)
-    rows, width = logits.shape
+    rows, stride = logits.shape[0], logits.stride(0)
     blocks = -(-vocab // BLOCK)
     cut = None
     if keys is not None and (0 < top_k < vocab or top_p < 1):
         cut = torch.empty(rows, dtype=torch.int64, device=logits.device)
-        launch(_cut_kernel, (rows,), logits, cut, width, vocab, temperature, top_k, top_p,
+        launch(_cut_kernel, (rows,), logits, cut, stride, vocab, temperature, top_k, top_p,
                TOP_K=0 < top_k < vocab, TOP_P=top_p < 1, BLOCK=BLOCK)  # fmt: skip
     greatest, values = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)
     ids, broken = torch.empty(2, rows, blocks, dtype=torch.int32, device=logits.device)
     chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
     wrong = torch.empty(rows, dtype=torch.bool, device=logits.device)
     launch(_best_kernel, (rows, blocks), logits, keys, cut, greatest, values, ids, broken,
-           width, vocab, temperature, blocks, NOISE=keys is not None, CUT=cut is not None, BLOCK=BLOCK,
+           stride, vocab, temperature, blocks, NOISE=keys is not None, CUT=cut is not None, BLOCK=BLOCK,
            GOLDEN=GOLDEN, MIX1=MIX1, MIX2=MIX2)  # fmt: skip
     launch(_merge_kernel, (rows,), greatest, values, ids, broken, chosen, wrong, temperature, blocks,
            NOISE=keys is not None, BLOCKS=triton.next_power_of_2(blocks))  # fmt: skip

@@ -125,7 +125,7 @@ def partials_reference(
     return F.pad(x @ matrix.t(), (0, -matrix.shape[0] % BN))[None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "blocks", "per_split"))
 def _matrix_kernel(
     x, weight, out, rows, inputs, outputs, blocks, per_split, width,
     BN: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
@@ -157,7 +157,7 @@ def _centred(words, plane: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr
     return ((bits | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + CENTRE)).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "blocks", "per_split"))
 def _words_kernel(
     x, words, scale, minimum, powers, out, rows, inputs, blocks, per_split, width,
     BITS: tl.constexpr, GROUP: tl.constexpr, MINIMUM: tl.constexpr, HALF: tl.constexpr,

@@ -49,7 +49,7 @@ def _position(start, visible, row, KIND: tl.constexpr, WIDTH: tl.constexpr):
     return start + count - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "cache_rows", "splits"))
 def _prefix_kernel(
     q, k_cache, v_cache, start, visible, sums, most, weight, rows, cache_rows, splits, scale,
     KIND: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -99,7 +99,7 @@ def _prefix_kernel(
         tl.store(sums + place[:, None] * D + d[None, :], mixed, mask=wanted[:, None] & (d[None, :] < D))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "cache_rows", "splits"))
 def _tail_kernel(
     q, k_cache, v_cache, start, visible, sums, most, weight, out, rows, cache_rows, splits, scale,
     KIND: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -205,7 +205,7 @@ def _tree_attention(
     launch(_prefix_kernel, (kv_heads, splits * parts, batch), *inputs, rows, cache_rows, splits, scale,
            BM=tile_rows, **shape)  # fmt: skip
     launch(_tail_kernel, (rows, kv_heads, batch), *inputs, out, rows, cache_rows, splits, scale,
-           GP=16, TAIL=TAIL, **shape)  # fmt: skip
+           GP=max(16, triton.next_power_of_2(group)), TAIL=TAIL, **shape)  # fmt: skip
     return out
 
 
