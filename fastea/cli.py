@@ -46,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--tree",
-        help="eagle1 (26 nodes, root included), chain:K (K drafts; ngram's default: 8), or a .json of paths; default "
+        help="eagle1 (26 nodes, root included), chain:K (K drafts; ngram's default: 8), dynamic:N,K,D (EAGLE-2: N "
+        "nodes with the root, K children a node, D draft forwards) or a .json of paths; default "
         "with a head: eagle1 on a GPU and in bf16 on a CPU with AMX, else chain:3",
     )
     add("--max-new-tokens", type=int, default=256, help="longest answer in tokens (default 256)")
@@ -97,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     add("--raw", action="store_true", help="continue the prompt as plain text, without the chat template")
     add("--ignore-eos", action="store_true", help="do not stop at end marks")
     add("--num-samples", type=int, default=1, help="answer this many times, with noise streams 0, 1, ... (default 1)")
-    add("--compile", action="store_true", help="compile the round, once, before the first token; on a GPU make it one CUDA graph")
+    add("--compile", action="store_true", help="compile the round, once, at first; on a GPU make it one CUDA graph")
     add(
         "--kernels",
         choices=["auto", "triton", "torch"],

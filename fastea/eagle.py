@@ -52,9 +52,18 @@ class EagleHead(nn.Module):
         table = rope_table(self.config, max_seq_len + TREE_SLACK)
         self.register_buffer("rope", table.to(device), persistent=False)
 
-    def new_cache(self, batch: int, max_seq_len: int, device: str | None = None) -> KVCache:
+    @property
+    def ids(self) -> torch.Tensor:
+        """Target ids of the draft vocabulary [Vd]."""
+        if self.draft_ids is not None:
+            return self.draft_ids
+        return torch.arange(self.config.vocab_size, device=self.embed_weight.device)
+
+    def new_cache(self, batch: int, max_seq_len: int, device: str | None = None, rows: int = TREE_SLACK) -> KVCache:
+        """rows: that one drafted tree takes."""
         c, like = self.config, self.layer.mlp_norm.weight
-        return KVCache(1, batch, c.num_kv_heads, max_seq_len, c.head_dim, like.dtype, device or like.device)
+        limit = max_seq_len + max(0, rows - TREE_SLACK)
+        return KVCache(1, batch, c.num_kv_heads, limit, c.head_dim, like.dtype, device or like.device)
 
     def forward(
         self,
@@ -68,7 +77,7 @@ class EagleHead(nn.Module):
     ) -> torch.Tensor:
         """tokens, positions: [B, R]; features: [B, R, h] -> predicted features [B, R, h].
 
-        Writes cache rows start + offset + r; words as in `fastea.kernels.attention.attend`.
+        Writes cache rows start + offset + r; words (or lists) as in `fastea.kernels.attention.attend`.
         """
         x = self.fc(torch.cat((F.embedding(tokens, self.embed_weight), features), dim=-1))
         return self.layer(x, self.rope[positions], cache.keys[0], cache.values[0], start, words, offset, None)
@@ -77,9 +86,10 @@ class EagleHead(nn.Module):
         """Predicted features [..., h] -> fp32 logits over the draft vocabulary [..., Vd]."""
         return self.lm(features).float()
 
-    def top(self, scores: torch.Tensor, count: int) -> torch.Tensor:
-        """The `count` best of the draft vocabulary, best first. [..., Vd] -> [..., count]."""
-        return scores.topk(count, dim=-1).indices
+    def top(self, scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `count` best of the draft vocabulary, best first. [..., Vd] -> values and indices [..., count]."""
+        values, indices = scores.topk(count, dim=-1)
+        return values, indices
 
     def target_ids(self, draft: torch.Tensor) -> torch.Tensor:
         """Draft vocabulary indices -> target token ids."""

@@ -103,8 +103,9 @@ class FusedEagleHead(EagleHead):
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         return cast(TritonLinear, self.lm).product(features, torch.float32)
 
-    def top(self, scores: torch.Tensor, count: int) -> torch.Tensor:
-        return top_children(scores.flatten(0, 1), count)[1].view(*scores.shape[:-1], count)
+    def top(self, scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values, ids = top_children(scores.flatten(0, 1), count)
+        return values.view(*scores.shape[:-1], count), ids.view(*scores.shape[:-1], count)
 
 
 class FusedRound(Round):
@@ -118,13 +119,13 @@ class FusedRound(Round):
     def accept(self, state: DecodeState, draft: Draft, features: torch.Tensor, logits: torch.Tensor) -> Outcome:
         if self.rejection and not state.sampling.greedy:
             return super().accept(state, draft, features, logits)
-        tree, sampling = self.tree, state.sampling
+        nodes, sampling = self.nodes(draft), state.sampling
         keys = None
         if not sampling.greedy:
-            chosen_at = state.length[:, None] + 1 + tree.depth
+            chosen_at = state.length[:, None] + 1 + nodes.depth
             keys = noise_key(state.seed, state.stream, chosen_at, PICK).flatten()
         picks, broken = choose(
             logits.flatten(0, 1), keys, sampling.temperature, sampling.top_k, sampling.top_p, self.valid_vocab
         )
-        path, count, emitted = accept_walk(draft.tokens, picks.view_as(draft.tokens), tree.parent, tree.depth_max)
+        path, count, emitted = accept_walk(draft.tokens, picks.view_as(draft.tokens), nodes.parent, self.tree.depth_max)
         return self.commit(state, features, broken.view_as(draft.tokens), path, count, emitted)

@@ -20,7 +20,7 @@ from fastea.runtime import compiled, compiling, note
 from fastea.sampling import PICK, Sampling, noise_key, pick
 from fastea.state import DecodeState
 from fastea.tokenizer import Message, Tokenizer
-from fastea.tree import Tree, chain
+from fastea.tree import DynamicTree, Tree, chain
 
 CHUNK = 64  # prompt tokens a prefill forward takes
 
@@ -49,7 +49,7 @@ class Generator:
     ):
         self.model, self.tokenizer, self.drafter, self.max_seq_len = model, tokenizer, drafter, max_seq_len
         self.info, self.load_s, self.compile_s = info or {}, 0.0, 0.0
-        self.tree: Tree = drafter.tree if drafter else chain(0).to(str(model.embed.weight.device))
+        self.tree: Tree | DynamicTree = drafter.tree if drafter else chain(0).to(str(model.embed.weight.device))
         self.round = round_kind(model, self.tree, drafter, rejection, row_sizes, len(tokenizer))
         self.row_sizes = row_sizes
         self._use(compile)

@@ -11,6 +11,7 @@ from fastea.checkpoint import Checkpoint, read_json, same_model
 from fastea.config import FasteaError
 from fastea.demo import demo_model
 from fastea.drafters import Drafter
+from fastea.drafters.dynamic import DynamicEagleDrafter
 from fastea.drafters.eagle import EagleDrafter
 from fastea.drafters.ngram import NgramDrafter
 from fastea.eagle import EagleHead, load_head
@@ -24,7 +25,7 @@ from fastea.quantized import Quantizer
 from fastea.round import Round
 from fastea.runtime import can_compile, note, resolve_device, resolve_dtype, resolve_head_quant, use_triton
 from fastea.tokenizer import from_folder
-from fastea.tree import Tree, parse_tree
+from fastea.tree import DynamicTree, Tree, parse_tree
 
 DEFAULT_CONTEXT = 4096  # tokens, where the model allows them
 SHIPPED_HEADS = Path(__file__).parent / "heads"
@@ -35,7 +36,7 @@ def load(
     head: str | Path = "auto",
     *,
     drafter: str = "auto",
-    tree: str | Tree | None = None,
+    tree: str | Tree | DynamicTree | None = None,
     accept: str = "match",
     quant: str | None = None,
     head_quant: str = "auto",
@@ -157,7 +158,7 @@ def default_tree(device: str, dtype: torch.dtype) -> str:
 def _drafter(
     found: tuple[str, EagleHead] | None,
     drafter: str,
-    tree: Tree | None,
+    tree: Tree | DynamicTree | None,
     model: Llama,
     context: int,
     rejection: bool,
@@ -166,10 +167,15 @@ def _drafter(
     if found:
         found[1].bind(model, context)
         shape = tree or parse_tree(default_tree(device, model.embed.weight.dtype))
+        if isinstance(shape, DynamicTree):
+            dynamic = DynamicEagleDrafter(found[1], shape, rejection)
+            if dynamic.tree != shape:
+                note(f"--tree {shape.name} is {dynamic.tree.name} here: more does not exist, or less is no tree")
+            return dynamic
         return EagleDrafter(found[1], shape.to(device), rejection)
     if drafter == "ngram":
         shape = tree or parse_tree("chain:8")
-        if not shape.is_chain:
+        if isinstance(shape, DynamicTree) or not shape.is_chain:
             raise FasteaError(f"--drafter ngram drafts chains, not the tree {shape.name}; use --tree chain:K")
         return NgramDrafter(shape.to(device))
     if tree is not None:

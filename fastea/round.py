@@ -11,7 +11,7 @@ from fastea.drafters import Draft, Drafter
 from fastea.llama import DecoderLayer, Llama
 from fastea.sampling import PICK, noise_key, walk, walk_by_rejection
 from fastea.state import DecodeState
-from fastea.tree import Tree
+from fastea.tree import DynamicTree, Nodes, Tree
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Round:
     def __init__(
         self,
         model: Llama,
-        tree: Tree,
+        tree: Tree | DynamicTree,
         drafter: Drafter | None,
         rejection: bool,
         row_sizes: tuple[int, ...] | None,
@@ -64,22 +64,31 @@ class Round:
 
     def verify(self, state: DecodeState, draft: Draft) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's features [B, N, h] and logits [B, N, V] at every node."""
-        positions = state.length[:, None] + self.tree.depth
-        words = None if self.tree.is_chain else self.tree.words.expand(len(positions), -1)
+        nodes = self.nodes(draft)
+        positions = state.length[:, None] + nodes.depth
+        words = None if self.tree.is_chain else nodes.words
         features = self.model(draft.tokens, positions, state.length, words, state.cache, self.row_sizes, self.run_layer)
         return features, self.logits(features)
 
+    def nodes(self, draft: Draft) -> Nodes:
+        """The tree of this round."""
+        if draft.nodes is not None:
+            return draft.nodes
+        assert isinstance(self.tree, Tree)
+        return self.tree.nodes(len(draft.tokens))
+
     def accept(self, state: DecodeState, draft: Draft, features: torch.Tensor, logits: torch.Tensor) -> Outcome:
         """Pick along the walk, and commit what was accepted."""
-        tree = self.tree
+        tree, parent = self.tree, self.nodes(draft).parent
         chosen_at = state.length[:, None] + torch.arange(1, tree.depth_max + 2, device=features.device)
         if self.rejection and not state.sampling.greedy:
             path, count, emitted = walk_by_rejection(
-                draft.tokens, logits, draft.probs, tree, state.sampling, state.seed, state.stream, chosen_at
-            )
+                draft.tokens, logits, draft.probs, parent, tree.width,
+                state.sampling, state.seed, state.stream, chosen_at,
+            )  # fmt: skip
         else:
             keys = noise_key(state.seed, state.stream, chosen_at, PICK)
-            path, count, emitted = walk(draft.tokens, logits, keys, tree, state.sampling)
+            path, count, emitted = walk(draft.tokens, logits, keys, parent, state.sampling)
         return self.commit(state, features, logits.amax(-1).isnan(), path, count, emitted)
 
     def commit(

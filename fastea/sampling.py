@@ -15,7 +15,6 @@ import torch
 from fastea.config import FasteaError
 from fastea.kernels import pick as kernel
 from fastea.kernels.noise import GOLDEN, mix, uniform
-from fastea.tree import Tree
 
 # Separate noise for the pick, and for the three draws of rejection sampling, which must not share it.
 PICK, CHILDREN, ACCEPT, RESIDUAL = range(4)
@@ -81,26 +80,27 @@ def pick(
 
 
 def walk(
-    tokens: torch.Tensor, logits: torch.Tensor, keys: torch.Tensor, tree: Tree, sampling: Sampling
+    tokens: torch.Tensor, logits: torch.Tensor, keys: torch.Tensor, parent: torch.Tensor, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pick at the root; while the pick is a child of the node, step into it and pick there.
 
-    tokens: [B, N]; logits: [B, N, V]; keys: [B, D+1] noise keys of the tokens chosen at each depth. Returns path
+    tokens: [B, N]; logits: [B, N, V]; keys: [B, D+1] noise keys of the tokens chosen at each depth; parent: [B, N]
+    slots, siblings by rank, the root's (slot 0) is 0. Of children with one token the first counts. Returns path
     [B, D+1] (slots of root and accepted nodes; j where nothing was accepted at depth j), count [B] = accepted nodes
     + 1, emitted [B, D+1] (the accepted tokens, then the target's own; the first count[b] of row b are real).
     """
-    batch = torch.arange(tokens.shape[0], device=tokens.device)
+    batch, slots = (torch.arange(size, device=tokens.device) for size in tokens.shape)
     node = torch.zeros_like(tokens[:, 0])
     alive = torch.ones_like(node, dtype=torch.bool)
     path, count, emitted = [node], torch.ones_like(node), []
-    for depth in range(tree.depth_max + 1):
+    deepest = keys.shape[1] - 1
+    for depth in range(deepest + 1):
         emitted.append(pick(logits[batch, node], keys[:, depth], sampling, alive))
-        if depth == tree.depth_max:
+        if depth == deepest:
             break
-        children = tree.children[node]  # [B, C]
-        match = (tokens.gather(1, children.clamp(min=0)) == emitted[-1][:, None]) & (children >= 0)
+        match = (parent == node[:, None]) & (tokens == emitted[-1][:, None]) & (slots > 0)
         alive = alive & match.any(1)
-        child = children.gather(1, match.int().argmax(1, keepdim=True))[:, 0]
+        child = match.int().argmax(1)
         node = torch.where(alive, child, node)
         path.append(torch.where(alive, child, depth + 1))
         count = count + alive
@@ -111,7 +111,8 @@ def walk_by_rejection(
     tokens: torch.Tensor,
     logits: torch.Tensor,
     draft_probs: torch.Tensor | None,
-    tree: Tree,
+    parent: torch.Tensor,
+    width: int,
     sampling: Sampling,
     seed: torch.Tensor,
     stream: torch.Tensor,
@@ -120,25 +121,28 @@ def walk_by_rejection(
     """Multi-round speculative sampling (EAGLE paper, appendix A.2): exact in distribution, not coupled to the seed.
 
     tokens: [B, N]; logits: [B, N, V]; draft_probs: [B, N, V] distribution from which a node's children were drawn
-    without replacement, in rank order (None = each child was chosen with certainty). positions: [B, D+1] of the tokens
-    chosen at each depth. Children are tried in rank order: x is accepted with min(1, p(x) / q'(x)), q' = q without
-    the earlier siblings; on rejection p <- norm(max(p - q', 0)). Returns as `walk`.
+    without replacement, in rank order (None = each child was chosen with certainty). parent: [B, N] as in `walk`;
+    width: most children of a node; positions: [B, D+1] of the tokens chosen at each depth. Children are tried in rank
+    order: x is accepted with min(1, p(x) / q'(x)), q' = q without the earlier siblings; on rejection
+    p <- norm(max(p - q', 0)). Returns as `walk`.
     """
     ids = torch.arange(logits.shape[-1], device=logits.device)
     node = torch.zeros_like(tokens[:, 0])
     alive = torch.ones_like(node, dtype=torch.bool)
     path, count, emitted = [node], torch.ones_like(node), []
-    batch = torch.arange(tokens.shape[0], device=tokens.device)
+    batch, slots = (torch.arange(size, device=tokens.device) for size in tokens.shape)
     p = log_probs(logits[batch, node], sampling).exp()
-    for depth in range(1, tree.depth_max + 1):
-        children = tree.children[node]
+    for depth in range(1, positions.shape[1]):
+        is_child = (parent == node[:, None]) & (slots > 0)
+        ranks = is_child.cumsum(1)  # 1 for the first child
         q = None if draft_probs is None else draft_probs[batch, node]
         coins = uniform(
-            noise_key(seed, stream, positions[:, depth - 1 : depth], ACCEPT)[:, 0], ids[: children.shape[1]]
+            noise_key(seed, stream, positions[:, depth - 1 : depth], ACCEPT)[:, 0], ids[:width]
         )
         moved = torch.zeros_like(alive)
-        for rank in range(children.shape[1]):
-            child = children[:, rank]
+        for rank in range(width):
+            here = is_child & (ranks == rank + 1)
+            child = torch.where(here.any(1), here.int().argmax(1), -1)
             token = tokens[batch, child.clamp(min=0)]
             point = torch.zeros_like(p).scatter_(1, token[:, None], 1.0)
             given = point if q is None else q / q.sum(-1, keepdim=True).clamp(min=1e-30)

@@ -10,13 +10,14 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fastea.config import FasteaError
 
 MAX_NODES, MAX_DEPTH = 64, 16  # one 64-bit ancestor word a node; the deepest path the numeric contract allows
+MAX_WIDTH = 16  # children a node of a dynamic tree
 
 EAGLE1_PATHS: tuple[tuple[int, ...], ...] = (
     *((r,) for r in range(4)),
@@ -43,6 +44,17 @@ class Level:
     expanded: torch.Tensor
     words: torch.Tensor
     offset: int
+
+
+class Nodes(NamedTuple):
+    """The nodes of one tree for each sequence, parents before children, the root in slot 0: [B, N] int64 each.
+
+    parent: slots, the root's is 0; depth: the root's is 0; words: bit j of word i = node j is i or an ancestor of i.
+    """
+
+    parent: torch.Tensor
+    depth: torch.Tensor
+    words: torch.Tensor
 
 
 class Tree:
@@ -82,6 +94,15 @@ class Tree:
     def __len__(self) -> int:
         return len(self.paths)
 
+    @property
+    def width(self) -> int:
+        """Most children of a node."""
+        return self.children.shape[1]
+
+    def nodes(self, batch: int) -> Nodes:
+        """The same for every sequence."""
+        return Nodes(*(t.expand(batch, -1) for t in (self.parent, self.depth, self.words)))
+
     def _levels(self, slot: dict[tuple[int, ...], int]) -> Iterable[Level]:
         inner = {p[:-1] for p in self.paths if p}
         draft_slot: dict[tuple[int, ...], int] = {}  # expanded nodes in the draft cache's tree region
@@ -113,6 +134,74 @@ class Tree:
         return moved
 
 
+@dataclass(frozen=True)
+class DynamicTree:
+    """A tree that each round grows anew (EAGLE-2, arXiv 2406.16858, section 4): `levels` times the `width` best nodes
+    get their `width` likeliest children, and the `count` - 1 best of all candidates are verified with the root.
+
+    levels: draft forwards, that on the accepted rows included, and so the depth of the deepest node.
+    """
+
+    count: int
+    width: int
+    levels: int
+
+    is_chain = False
+
+    @property
+    def name(self) -> str:
+        return f"dynamic:{self.count},{self.width},{self.levels}"
+
+    @property
+    def depth_max(self) -> int:
+        return self.levels
+
+    @property
+    def candidates(self) -> int:
+        return self.width + (self.levels - 1) * self.width**2
+
+    @property
+    def draft_rows(self) -> int:
+        """Rows of the draft cache that one tree takes."""
+        return self.width * (self.levels - 1)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def to(self, device: str) -> DynamicTree:
+        return self
+
+    def fitted(self, vocab: int) -> DynamicTree:
+        """This tree within what a draft vocabulary allows."""
+        width = min(self.width, vocab)
+        levels = max(1, self.levels)
+        shape = DynamicTree(2, width, levels)
+        return DynamicTree(max(2, min(self.count, shape.candidates + 1)), width, levels)
+
+
+def best_nodes(scores: torch.Tensor, parents: torch.Tensor, tree: DynamicTree) -> tuple[torch.Tensor, Nodes]:
+    """The best N - 1 candidates as a tree under the root.
+
+    scores: [B, C] fp32, by level, never above the parent's; parents: [B, C] index of each candidate's parent among the
+    candidates, -1 = the root. Returns the chosen candidates, ascending [B, N - 1], and their nodes. Ties go to the
+    lower index, so that no node comes without its parent.
+    """
+    batch, count = scores.shape[0], len(tree)
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, : count - 1]
+    chosen = best.sort(dim=1).values
+    above = parents.gather(1, chosen)
+    root = torch.zeros(batch, 1, dtype=torch.int64, device=scores.device)
+    parent = torch.cat((root, torch.where(above < 0, 0, torch.searchsorted(chosen, above) + 1)), 1)
+    later = torch.div(chosen - tree.width, tree.width**2, rounding_mode="floor")  # -1 on the first level
+    depth = torch.cat((root, later + 2), 1)
+    bits = torch.ones_like(parent) << torch.arange(count, device=scores.device)
+    words, ancestor = bits, parent
+    for _ in range(tree.levels):
+        words = words | bits.gather(1, ancestor)
+        ancestor = parent.gather(1, ancestor)
+    return chosen, Nodes(parent, depth, words)
+
+
 def _signed(word: int) -> int:
     """A 64-bit word as the int64 of the same bits."""
     return word - (1 << 64) if word >> 63 else word
@@ -123,8 +212,9 @@ def chain(length: int) -> Tree:
     return Tree(((0,) * n for n in range(1, length + 1)), f"chain:{length}" if length else "none")
 
 
-def parse_tree(spec: str) -> Tree:
-    """`eagle1`, `chain:K` (K drafted tokens, 1 .. 16), or a JSON file with a list of paths of child ranks."""
+def parse_tree(spec: str) -> Tree | DynamicTree:
+    """`eagle1`, `chain:K` (K drafted tokens, 1 .. 16), `dynamic:N,K,D` (see `DynamicTree`), or a JSON file with a list
+    of paths of child ranks."""
     if spec == "eagle1":
         return Tree(EAGLE1_PATHS, spec)
     if spec.startswith("chain:"):
@@ -132,8 +222,18 @@ def parse_tree(spec: str) -> Tree:
         if not count.isdigit() or not 1 <= int(count) <= MAX_DEPTH:
             raise FasteaError(f"--tree {spec}: chain:K takes a whole number from 1 to {MAX_DEPTH}")
         return chain(int(count))
+    if spec.startswith("dynamic:"):
+        parts = spec.removeprefix("dynamic:").split(",")
+        if len(parts) != 3 or not all(part.isdigit() for part in parts):
+            raise FasteaError(f"--tree {spec}: dynamic:N,K,D takes nodes with the root, children a node and levels")
+        nodes, width, levels = map(int, parts)
+        if not (nodes <= MAX_NODES and 1 <= width <= MAX_WIDTH and levels <= MAX_DEPTH):
+            limits = f"at most {MAX_NODES} nodes, 1 to {MAX_WIDTH} children and {MAX_DEPTH} levels are possible"
+            raise FasteaError(f"--tree {spec}: {limits}")
+        return DynamicTree(nodes, width, levels)
     if not spec.endswith(".json"):
-        raise FasteaError(f"--tree {spec}: known are eagle1, chain:K and a .json file with a list of paths")
+        known = "eagle1, chain:K, dynamic:N,K,D and a .json file with a list of paths"
+        raise FasteaError(f"--tree {spec}: known are {known}")
     try:
         raw = json.loads(Path(spec).read_text(encoding="utf-8"))
         paths = [tuple(path) for path in raw]

@@ -18,6 +18,14 @@ def expand_words(words: torch.Tensor, slots: int) -> torch.Tensor:
     return (words[..., None] >> bits & 1).bool()
 
 
+def visible_slots(visible: torch.Tensor, slots: int) -> torch.Tensor:
+    """Words [R] or lists [R, W] of slots -> booleans [R, slots]."""
+    if visible.dim() == 1:
+        return expand_words(visible, slots)
+    mask = torch.zeros(visible.shape[0], slots + 1, dtype=torch.bool, device=visible.device)
+    return mask.scatter_(1, visible.where(visible >= 0, slots), True)[:, :slots]
+
+
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -32,8 +40,9 @@ def _attend(
     """Write k, v at rows start + offset + r of the caches, then attend.
 
     q: [B, R, H, D]; k, v: [B, R, KV, D]; caches: [B, KV, S, D]; start: [B] int64, rows before it are visible to
-    all. words: [B, R] int64, bit j of row r = tree slot j (cache row start + j) is visible; None = causal, row r
-    sees the new rows 0..r (offset 0). offset: first tree slot written here. Returns [B, R, H, D].
+    all. words: [B, R] int64, bit j of row r = tree slot j (cache row start + j) is visible; or [B, R, W] int64, the
+    visible slots by depth, -1 behind the last, for more than 64 slots; None = causal, row r sees the new rows 0..r
+    (offset 0). offset: first tree slot written here. Returns [B, R, H, D].
     exact: every row is computed by the calls that a single row at that position makes, its keys in path order,
     so its bits depend neither on the rows beside it nor on where its ancestors lie in the tree.
     """
@@ -45,7 +54,7 @@ def _attend(
         v_cache[b, :, base : base + rows] = v[b].transpose(0, 1)
         keys, values = k_cache[b, :, : base + rows], v_cache[b, :, : base + rows]
         if exact:
-            mask = None if words is None else expand_words(words[b], offset + rows)
+            mask = None if words is None else visible_slots(words[b], offset + rows)
             for r in range(rows):
                 slots = torch.arange(r + 1, device=q.device) if mask is None else mask[r].nonzero().squeeze(1)
                 path = torch.cat((torch.arange(first, device=q.device), first + slots))
@@ -56,7 +65,7 @@ def _attend(
             if words is None:
                 mask = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
             else:
-                mask = expand_words(words[b], offset + rows)
+                mask = visible_slots(words[b], offset + rows)
             out[b] = attend_folded(q[b], keys, values, mask)
     return out
 

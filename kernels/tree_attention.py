@@ -5,7 +5,7 @@ keys below it lie at their absolute positions: tiles of TILE keys in order, SPLI
 results merged in order. The keys from the border to p, fewer than TAIL, are one block in path order, merged last. A
 tree is at most DEPTH deep, so no border passes the committed length, and a plain step, a chain and a tree sum the
 same numbers in the same order. All products, row sums of the softmax included, are tensor-core products whose order
-over keys is fixed; no sum goes over threads.
+over keys is fixed; no sum goes over threads. Code is not specialised on numbers of rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastea.kernels.attention import attend_folded, expand_words
+from fastea.kernels.attention import attend_folded, visible_slots
 from fastea.kernels.launch import launch, on_triton
 from fastea.kernels.register import register
 
@@ -174,11 +174,8 @@ def tree_attention_reference(
         slots = k_cache.shape[2] - length
         if visible is None:
             mask = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
-        elif visible.dim() == 2:
-            mask = expand_words(visible[b], min(slots, 64))
         else:
-            mask = torch.zeros(rows, slots + 1, dtype=torch.bool, device=q.device)
-            mask = mask.scatter_(1, visible[b].where(visible[b] >= 0, slots), True)[:, :slots]
+            mask = visible_slots(visible[b], min(slots, 64) if visible.dim() == 2 else slots)
         keys, values = (cache[b, :, : length + mask.shape[1]] for cache in (k_cache, v_cache))
         out[b] = attend_folded(q[b], keys, values, mask)
     return out

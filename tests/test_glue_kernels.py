@@ -354,7 +354,7 @@ def test_walk_of_random_trees(seed, vocab):
     expected = assert_walk(tokens, picks, tree.parent, tree.depth_max)
     logits = torch.nn.functional.one_hot(picks, vocab).float()
     keys = torch.zeros(3, tree.depth_max + 1, dtype=torch.int64)
-    path, count, emitted = walk(tokens, logits, keys, tree, Sampling())
+    path, count, emitted = walk(tokens, logits, keys, tree.nodes(3).parent, Sampling())
     assert list(zip(path.tolist(), count.tolist(), emitted.tolist(), strict=True)) == expected
 
 

@@ -138,7 +138,7 @@ def test_walk_never_sometimes_always():
     for b, row in enumerate(wants):
         for slot, token in enumerate(row):
             logits[b, slot, token] = 1.0
-    path, count, emitted = walk(tokens, logits, torch.zeros(3, 3, dtype=torch.int64), tree, Sampling())
+    path, count, emitted = walk(tokens, logits, torch.zeros(3, 3, dtype=torch.int64), tree.nodes(3).parent, Sampling())
     assert count.tolist() == [3, 2, 1]
     assert [e[:c] for e, c in zip(emitted.tolist(), count.tolist(), strict=True)] == [[4, 6, 8], [5, 9], [3]]
     assert path.tolist() == [[0, 1, 3], [0, 2, 2], [0, 1, 2]]
@@ -177,7 +177,7 @@ def test_both_rules_have_the_targets_distribution(temperature, rejection):
     sampling = Sampling(temperature)
     p0, p1, p2 = target[0], target[1], target[1].roll(1, 0)
     seed, stream = torch.tensor(11), torch.arange(n)
-    at = torch.arange(3)[None].expand(n, -1)
+    at, parent = torch.arange(3)[None].expand(n, -1), tree.nodes(n).parent
 
     def without_replacement(q, rows):
         noise = -torch.log(-torch.log(torch.rand(q.shape)))
@@ -195,9 +195,9 @@ def test_both_rules_have_the_targets_distribution(temperature, rejection):
     if rejection:
         q = torch.zeros(n, len(tree), V)
         q[:, 0], q[:, 1], q[:, 2] = q0, q1[tokens[:, 1]], q1[tokens[:, 2]]
-        _, count, emitted = walk_by_rejection(tokens, logits, q, tree, sampling, seed, stream, at)
+        _, count, emitted = walk_by_rejection(tokens, logits, q, parent, tree.width, sampling, seed, stream, at)
     else:
-        _, count, emitted = walk(tokens, logits, noise_key(seed, stream, at, PICK), tree, sampling)
+        _, count, emitted = walk(tokens, logits, noise_key(seed, stream, at, PICK), parent, sampling)
 
     def warm(p):
         return torch.softmax(p.log() / temperature, -1)
@@ -225,8 +225,9 @@ def test_point_mass_rejection_equals_the_targets_distribution():
     tree = Tree([(0,), (1,)], "t")
     tokens = torch.tensor([[0, 0, 1]]).expand(n, -1)
     logits = p.log().expand(n, 3, 4)
+    at, parent = torch.arange(2)[None].expand(n, -1), tree.nodes(n).parent
     _, count, emitted = walk_by_rejection(
-        tokens, logits, None, tree, Sampling(1.0), torch.tensor(5), torch.arange(n), torch.arange(2)[None].expand(n, -1)
+        tokens, logits, None, parent, 2, Sampling(1.0), torch.tensor(5), torch.arange(n), at
     )
     share = torch.bincount(emitted[:, 0], minlength=4) / n
     assert float((share - p).abs().sum() / 2) < 0.02

@@ -8,22 +8,27 @@ import torch
 
 from fastea.cache import KVCache
 from fastea.state import DecodeState
-from fastea.tree import Tree
+from fastea.tree import DynamicTree, Nodes, Tree
 
 
 class Draft(NamedTuple):
     """tokens: [B, N] target ids of the tree's nodes, slot 0 the root. probs: [B, N, V] distribution from which each
-    node's children were drawn without replacement, None where children are chosen with certainty."""
+    node's children were drawn without replacement, None where children are chosen with certainty. nodes: the tree of
+    this round, None where it is always the same."""
 
     tokens: torch.Tensor
     probs: torch.Tensor | None = None
+    nodes: Nodes | None = None
 
 
 class Drafter(Protocol):
     """One way to propose. `name` and `tree` are printed."""
 
     name: str
-    tree: Tree
+
+    @property
+    def tree(self) -> Tree | DynamicTree:
+        """The shape of what it proposes."""
 
     @property
     def module(self) -> torch.nn.Module | None:

@@ -13,6 +13,17 @@ from fastea.state import DecodeState
 from fastea.tree import Tree
 
 
+def extend(head: EagleHead, state: DecodeState) -> torch.Tensor:
+    """Run the rows that the last round accepted, with the target's true features; the root's predicted feature
+    [B, 1, h]."""
+    assert state.draft_cache is not None
+    start = state.length - state.count  # rows before it are made of true features already
+    positions = start[:, None] + torch.arange(state.emitted.shape[1], device=start.device)
+    out = head(state.emitted, state.features, positions, start, None, 0, state.draft_cache)
+    last = (state.count - 1).clamp(min=0)[:, None, None].expand(-1, -1, out.shape[2])
+    return out.gather(1, last)
+
+
 class EagleDrafter:
     """Each round: one extend forward over the rows accepted last, with the target's true features, then one forward
     a level over the nodes that have children. Rows of the draft cache made from predicted features are overwritten.
@@ -27,8 +38,7 @@ class EagleDrafter:
     def __init__(self, head: EagleHead, tree: Tree, rejection: bool = False, by_noise: bool = True):
         self.head, self.module, self.tree = head, head, tree
         self.rejection, self.by_noise = rejection, by_noise
-        ids = head.draft_ids
-        self.ids = torch.arange(head.config.vocab_size, device=head.embed_weight.device) if ids is None else ids
+        self.ids = head.ids
 
     def new_cache(self, batch: int, max_seq_len: int, device: str | None = None) -> KVCache | None:
         return self.head.new_cache(batch, max_seq_len, device)
@@ -41,12 +51,8 @@ class EagleDrafter:
     def propose(self, state: DecodeState) -> Draft:
         tree, head, cache = self.tree, self.head, state.draft_cache
         assert cache is not None
-        batch, width = state.emitted.shape
-        start = state.length - state.count  # rows before it are made of true features already
-        positions = start[:, None] + torch.arange(width, device=start.device)
-        out = head(state.emitted, state.features, positions, start, None, 0, cache)
-        last = (state.count - 1).clamp(min=0)[:, None, None].expand(-1, -1, out.shape[2])
-        hidden = out.gather(1, last)  # [B, 1, h]: the predicted feature of the root
+        batch, start = len(state.root), state.length
+        hidden = extend(head, state)
         tokens = state.root[:, None].repeat(1, len(tree))
         probs: torch.Tensor | None = None
         if self.rejection and not state.sampling.greedy:
@@ -84,6 +90,6 @@ class EagleDrafter:
         elif self.by_noise and not state.sampling.greedy:
             key = noise_key(state.seed, state.stream, (state.length + depth)[:, None], PICK)
             logits = torch.log_softmax(logits / state.sampling.temperature, -1) + gumbel(key, self.ids)
-        chosen = self.head.target_ids(self.head.top(logits, width))
+        chosen = self.head.target_ids(self.head.top(logits, width)[1])
         short = self.tree.children.shape[1] - width
         return chosen if not short else torch.cat((chosen, chosen[..., -1:].expand(-1, -1, short)), -1)

@@ -9,19 +9,20 @@ from tqdm import tqdm
 
 from fastea.generator import Generator
 from fastea.round import Outcome
-from fastea.tree import Tree
+from fastea.tree import DynamicTree, Tree
 
 
 class AcceptanceTable:
     """Counts over rounds. For every node on an accepted path that has children, each child is one trial at its
-    (depth, rank), and the child that was accepted is a hit."""
+    (depth, rank), and the child that was accepted is a hit. Empty for dynamic trees, whose ranks are not recorded."""
 
-    def __init__(self, tree: Tree):
-        self.tree = tree = tree.to("cpu")
-        width = tree.children.shape[1]
-        self.trials, self.hits = torch.zeros(tree.depth_max + 1, width), torch.zeros(tree.depth_max + 1, width)
+    def __init__(self, tree: Tree | DynamicTree):
+        self.tree = tree.to("cpu")
+        self.trials, self.hits = torch.zeros(2, tree.depth_max + 1, tree.width)
 
     def add(self, outcome: Outcome) -> None:
+        if isinstance(self.tree, DynamicTree):
+            return
         paths, counts = outcome.path.tolist(), outcome.count.tolist()
         for path, count in zip(paths, counts, strict=True):
             for depth in range(count):
@@ -33,7 +34,9 @@ class AcceptanceTable:
 
     def rates(self) -> list[list[float | None]]:
         """[depth - 1][rank] acceptance, None where the tree has no such child."""
-        table = []
+        table: list[list[float | None]] = []
+        if isinstance(self.tree, DynamicTree):
+            return table
         for trials, hits in zip(self.trials[1:].tolist(), self.hits[1:].tolist(), strict=True):
             table.append([round(h / t, 4) if t else None for h, t in zip(hits, trials, strict=True)])
         return table

@@ -1,0 +1,78 @@
+"""Drafting with an EAGLE head on a tree that each round grows anew (EAGLE-2, arXiv 2406.16858)."""
+
+from __future__ import annotations
+
+import torch
+
+from fastea.cache import KVCache
+from fastea.drafters import Draft
+from fastea.drafters.eagle import extend
+from fastea.eagle import EagleHead
+from fastea.kernels.noise import gumbel
+from fastea.sampling import PICK, noise_key
+from fastea.state import DecodeState
+from fastea.tree import DynamicTree, best_nodes
+
+
+class DynamicEagleDrafter:
+    """A level at a time: the `width` best nodes of the level above are run through the head, each gets its `width`
+    likeliest children, and all these are candidates; the best of all levels are verified.
+
+    A candidate's score is the sum of log acceptance estimates on its path: log q at T = 0. At T > 0 children are the
+    best of log q + g, with the noise g that the target will use; what is left of a child's chance, once that is known,
+    is estimated by the softmax of these sums over the draft vocabulary. With the rejection rule, which must not share
+    that noise, children are the likeliest at every temperature.
+    """
+
+    name = "eagle"
+
+    def __init__(self, head: EagleHead, tree: DynamicTree, rejection: bool = False):
+        self.head, self.module, self.rejection = head, head, rejection
+        self.ids = head.ids
+        self.tree = tree.fitted(len(self.ids))
+
+    def new_cache(self, batch: int, max_seq_len: int, device: str | None = None) -> KVCache | None:
+        return self.head.new_cache(batch, max_seq_len, device, self.tree.draft_rows)
+
+    def prefill(self, tokens: torch.Tensor, features: torch.Tensor, start: torch.Tensor, cache: KVCache | None) -> None:
+        assert cache is not None
+        positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        self.head(tokens, features, positions, start, None, 0, cache)
+
+    def propose(self, state: DecodeState) -> Draft:
+        tree, head, cache = self.tree, self.head, state.draft_cache
+        assert cache is not None
+        batch, width, device = len(state.root), tree.width, state.root.device
+        steps = torch.arange(width, device=device)
+        hidden = extend(head, state)
+        values, ids = self._children(hidden, state, 1)  # [B, 1, K]
+        frontier, score, token = steps.expand(batch, -1), values[:, 0], ids[:, 0]  # candidates, their scores, tokens
+        scores, tokens, parents = [score], [token], [torch.full_like(frontier, -1)]
+        hidden = hidden.expand(-1, width, -1)
+        seen = torch.full((batch, width, max(1, tree.levels - 1)), -1, device=device)  # draft slots on each path
+        for level in range(2, tree.levels + 1):
+            offset, first = (level - 2) * width, width + (level - 2) * width**2
+            seen[:, :, level - 2] = offset + steps
+            positions = (state.length + level - 2)[:, None].expand(-1, width)
+            hidden = head(token, hidden, positions, state.length, seen, offset, cache)
+            values, ids = self._children(hidden, state, level)
+            sums, ids = (score[:, :, None] + values).flatten(1), ids.flatten(1)  # [B, K * K]
+            scores.append(sums)
+            tokens.append(ids)
+            parents.append(frontier.repeat_interleave(width, 1))
+            best = sums.sort(dim=1, descending=True, stable=True).indices[:, :width]
+            row = torch.div(best, width, rounding_mode="floor")
+            frontier, score, token = first + best, sums.gather(1, best), ids.gather(1, best)
+            hidden = hidden.gather(1, row[:, :, None].expand_as(hidden))
+            seen = seen.gather(1, row[:, :, None].expand_as(seen))
+        chosen, nodes = best_nodes(torch.cat(scores, 1), torch.cat(parents, 1), tree)
+        return Draft(torch.cat((state.root[:, None], torch.cat(tokens, 1).gather(1, chosen)), 1), None, nodes)
+
+    def _children(self, hidden: torch.Tensor, state: DecodeState, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log acceptance estimates and target ids of every row's children, best first: [B, R, K] each."""
+        logits = self.head.logits(hidden)
+        if not (state.sampling.greedy or self.rejection):
+            key = noise_key(state.seed, state.stream, (state.length + depth)[:, None], PICK)
+            logits = torch.log_softmax(logits / state.sampling.temperature, -1) + gumbel(key, self.ids)
+        values, places = self.head.top(torch.log_softmax(logits, -1), self.tree.width)
+        return values, self.head.target_ids(places)
