@@ -207,6 +207,8 @@ _LAYER_PARTS = {
     "self_attn.q_proj": ("qkv", 0, 3),
     "self_attn.k_proj": ("qkv", 1, 3),
     "self_attn.v_proj": ("qkv", 2, 3),
+    "self_attn.q_norm": ("q_norm", 0, 1),
+    "self_attn.k_norm": ("k_norm", 0, 1),
     "self_attn.o_proj": ("o", 0, 1),
     "post_attention_layernorm": ("mlp_norm", 0, 1),
     "mlp.gate_proj": ("gate_up", 0, 2),

@@ -51,6 +51,8 @@ class ModelConfig:
     tied: bool = False
     eos_ids: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
+    qkv_bias: bool = False  # Qwen2
+    qk_norm: bool = False  # Qwen3: queries and keys are normalised, a head at a time, before they are rotated
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
@@ -66,8 +68,17 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "partial_rotary_factor": (1, None),
-    "sliding_window": (None,),
 }
+
+# What runs: LLaMA and what differs from it by a few settings.
+_FAMILIES: dict[str, dict[str, bool]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {},
+    "Qwen2ForCausalLM": {"qkv_bias": True},
+    "Qwen3ForCausalLM": {"qk_norm": True},
+}
+_TYPES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}  # model_type, where no architecture is named
+_TYPES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def ids_of(value: Any) -> tuple[int, ...]:
@@ -83,9 +94,11 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
     raw: the parsed JSON; where: its path, for messages. Raises FasteaError for other architectures,
     missing keys and settings that are not implemented.
     """
-    names = raw.get("architectures") or [raw.get("model_type")]
-    if names[0] not in ("LlamaForCausalLM", "llama"):
-        raise FasteaError(f"{where}: architecture {names[0]!r} is not supported; this version runs LlamaForCausalLM")
+    names = raw.get("architectures") or [_TYPES.get(str(raw.get("model_type")), raw.get("model_type"))]
+    family = _FAMILIES.get(names[0])
+    if family is None:
+        known = ", ".join(_FAMILIES)
+        raise FasteaError(f"{where}: architecture {names[0]!r} is not supported; this version runs {known}")
     for key, allowed in _FIXED.items():
         if key in raw and raw[key] not in allowed:
             raise FasteaError(f"{where}: {key} = {raw[key]!r} is not supported (only {allowed[0]!r})")
@@ -99,20 +112,27 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
             num_layers=int(raw["num_hidden_layers"]),
             num_heads=heads,
             num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or hidden // heads),
+            head_dim=int(raw.get("head_dim") or (128 if family.get("qk_norm") else hidden // heads)),
             vocab_size=int(raw["vocab_size"]),
             norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
-            max_position=_reach(trained, scaling),
+            max_position=int(min(_reach(trained, scaling), _window(raw))),
             tied=bool(raw.get("tie_word_embeddings", False)),
             eos_ids=ids_of(raw.get("eos_token_id")),
             dtype=_DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")), torch.float32),
+            **family,
         )
     except KeyError as missing:
         raise FasteaError(f"{where}: the key {missing} is missing") from None
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise FasteaError(f"{where}: a value is not what it should be ({error})") from None
+
+
+def _window(raw: Mapping[str, Any]) -> float:
+    """Tokens that every layer sees. Longer contexts would need attention over a sliding window, which is not here."""
+    window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
+    return math.inf if window is None else int(window)
 
 
 def _reach(trained: int, scaling: RopeScaling | None) -> int:
@@ -141,11 +161,17 @@ def rope_settings(raw: Mapping[str, Any], trained: int, where: str) -> tuple[flo
     )
 
 
+def _own(config: ModelConfig) -> dict[str, bool]:
+    """What differs from LLaMA."""
+    return {name: True for name in ("qkv_bias", "qk_norm") if getattr(config, name)}
+
+
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The config.json that `config_from_hf` reads as this configuration."""
+    kind = next(t for t, name in _TYPES.items() if _FAMILIES[name] == _own(config))
     raw: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [_TYPES[kind]],
+        "model_type": kind,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,

@@ -44,9 +44,11 @@ def run_layer(
     normed = residual
     if layer.attn_norm is not None:
         residual, normed = add_norm(pending, residual, layer.attn_norm.weight, layer.attn_norm.eps)
+    norms = [None if norm is None else norm.weight for norm in (layer.q_norm, layer.k_norm)]
     q = rope_write(
-        qkv.partials(normed), qkv.bias, rope, positions, k_cache, v_cache, start, offset, layer.heads
-    )  # [B, R, H, D]
+        qkv.partials(normed), qkv.bias, rope, positions, k_cache, v_cache, start, offset, layer.heads,
+        *norms, layer.mlp_norm.eps,
+    )  # [B, R, H, D]  # fmt: skip
     mixed = tree_attention(q, k_cache, v_cache, start, visible).flatten(2)
     residual, normed = add_norm(o.partials(mixed), residual, layer.mlp_norm.weight, layer.mlp_norm.eps)
     return residual, down.partials(silu_mul(gate_up.partials(normed), down.inputs, residual.dtype))

@@ -52,7 +52,10 @@ class DecoderLayer(nn.Module):
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         width = config.hidden_size
         self.attn_norm = RMSNorm(width, config.norm_eps) if input_norm else None
-        self.qkv = Linear(width, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=qkv_bias)
+        bias = qkv_bias or config.qkv_bias
+        self.qkv = Linear(width, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=bias)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.o = Linear(self.heads * self.head_dim, width)
         self.mlp_norm = RMSNorm(width, config.norm_eps)
         self.gate_up = Linear(width, 2 * config.intermediate_size)
@@ -63,6 +66,8 @@ class DecoderLayer(nn.Module):
         normed = x if self.attn_norm is None else self.attn_norm(x)
         split = (self.heads, self.kv_heads, self.kv_heads)
         q, k, v = self.qkv(normed, row_sizes).view(*x.shape[:2], -1, self.head_dim).split(split, dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, rope), rotate(k, rope), v
 
     def finish(self, x: torch.Tensor, mixed: torch.Tensor, row_sizes: tuple[int, ...] | None = None) -> torch.Tensor:

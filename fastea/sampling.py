@@ -136,9 +136,7 @@ def walk_by_rejection(
         is_child = (parent == node[:, None]) & (slots > 0)
         ranks = is_child.cumsum(1)  # 1 for the first child
         q = None if draft_probs is None else draft_probs[batch, node]
-        coins = uniform(
-            noise_key(seed, stream, positions[:, depth - 1 : depth], ACCEPT)[:, 0], ids[:width]
-        )
+        coins = uniform(noise_key(seed, stream, positions[:, depth - 1 : depth], ACCEPT)[:, 0], ids[:width])
         moved = torch.zeros_like(alive)
         for rank in range(width):
             here = is_child & (ranks == rank + 1)

@@ -49,7 +49,13 @@ def _patch_tensor(tensor: Any, *scope: Any) -> None:
     tensor.__index__ = lambda self: int(self.handle.data.item())  # older versions fail on bounds of loops
 
 
+def _get_bf16(builder: Any, value: float) -> Any:
+    bits = torch.tensor([value], dtype=torch.bfloat16).view(torch.uint16).numpy()
+    return interpreter.TensorHandle(bits, tl.bfloat16)
+
+
 def use() -> None:
+    interpreter.InterpreterBuilder.get_bf16 = _get_bf16  # older versions have no such constants
     interpreter.interpreter_builder.create_dot = _dot
     interpreter._convert_float = _nearest
     interpreter._patch_lang_tensor = _patch_tensor

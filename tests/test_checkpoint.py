@@ -494,7 +494,6 @@ def test_gguf_tensors_are_accounted_for(tmp_path):
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"sliding_window": 4096}, "sliding_window"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),

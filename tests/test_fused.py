@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conftest import byte_tokenizer, random_paths, randomize, reference_greedy, tiny_head, tiny_target
 from fastea import generator as generator_module
 from fastea.config import FasteaError
+from fastea.drafters.dynamic import DynamicEagleDrafter
 from fastea.drafters.eagle import EagleDrafter
 from fastea.drafters.ngram import NgramDrafter
 from fastea.fused import FusedEagleHead, FusedLlama, FusedRound
@@ -22,7 +23,7 @@ from fastea.quantized import Quantizer
 from fastea.replay import RING, Replay
 from fastea.runtime import use_triton
 from fastea.sampling import Sampling
-from fastea.tree import Tree, chain
+from fastea.tree import DynamicTree, Tree, chain
 
 pytestmark = pytest.mark.kernels
 
@@ -114,6 +115,14 @@ def _stored(weight, quant, dtype):
     return nearest(weight.float(), SCHEMES[quant]).dequantized() if quant else weight.to(dtype)
 
 
+@pytest.mark.parametrize("more", [{"qkv_bias": True}, {"qk_norm": True}])
+def test_families(more):
+    """Biases of q, k, v (Qwen2) and norms of q and k (Qwen3)."""
+    target, _, plain = make("float16", 32, **more)
+    expected = reference_greedy(plain, [1, 2, 3], 6)
+    assert build(target, None).generate([1, 2, 3], max_new_tokens=6).ids == expected
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_wide_tree_accepts_two_every_round(form):
     """Every continuation is in the tree: each round accepts exactly two, and the text is plain decoding's."""
@@ -129,12 +138,14 @@ def test_float16_writes_what_fp64_writes():
     assert build(target, EagleDrafter(head, chain(2))).generate([1, 2, 3], max_new_tokens=12).ids == expected
 
 
-@pytest.mark.parametrize("drafter", ["chain", "random tree", "draft vocabulary", "ngram"])
+@pytest.mark.parametrize("drafter", ["chain", "random tree", "dynamic tree", "draft vocabulary", "ngram"])
 def test_the_same_text_for_a_seed(drafter):
     draft_ids = torch.tensor([0, 2, 3]) if drafter == "draft vocabulary" else None
     target, head, _ = make("bfloat16", SMALL, draft_ids)
     tree = Tree(random_paths(2, 6), "random") if drafter == "random tree" else chain(2)
     proposer = NgramDrafter(tree) if drafter == "ngram" else EagleDrafter(head, tree)
+    if drafter == "dynamic tree":
+        proposer = DynamicEagleDrafter(head, DynamicTree(6, 3, 3))
     for settings in ({}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "top_k": 3, "top_p": 0.9, "seed": 6}):
         plain = build(target, None).generate([1, 2, 1, 2], max_new_tokens=7, **settings)
         output = build(target, proposer).generate([1, 2, 1, 2], max_new_tokens=7, **settings)
@@ -192,11 +203,13 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("settings", [Sampling(), Sampling(0.8, 3, 0.9, 1)])
-@pytest.mark.parametrize("drafter", ["tree", "ngram", "none"])
+@pytest.mark.parametrize("drafter", ["tree", "dynamic", "ngram", "none"])
 def test_nothing_in_a_round_asks_the_host(settings, drafter):
     target, head, _ = make("float16", SMALL)
     tree = Tree([(0,), (1,), (0, 0)], "small")
-    proposer = {"tree": EagleDrafter(head, tree), "ngram": NgramDrafter(chain(2)), "none": None}[drafter]
+    dynamic = DynamicEagleDrafter(head, DynamicTree(6, 3, 3))
+    proposer = {"tree": EagleDrafter(head, tree), "dynamic": dynamic, "ngram": NgramDrafter(chain(2)), "none": None}
+    proposer = proposer[drafter]
     model = build(target, proposer)
     state = model.state(1)
     state.reset(settings, [0], {3})

@@ -153,6 +153,26 @@ def test_rotation_is_rounded_as_the_definition_rounds():
     assert all(same_bits(a, b) for a, b in zip(one[4:6], two[4:6], strict=True))
 
 
+@both(rope_write, rope_write_reference)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_queries_and_keys(run, dtype):
+    """Against fp64: each head over its root mean square, times the weight, before the rotation; values stay."""
+    partials, bias, table, positions, k_cache, v_cache, start, offset, heads = rope_inputs(dtype)
+    generator = torch.Generator().manual_seed(5)
+    norms = [torch.randn(16, generator=generator).to(dtype) for _ in range(2)]
+    q = run(partials, bias, table, positions, k_cache, v_cache, start, offset, heads, *norms, 1e-3)
+    values = (partials.double().sum(0) + bias.double()).view(2, 2, 4, 16)
+    cos, sin = table[positions].double()[:, :, :, None].unbind(2)
+    for mine, his, weight in ((q, values[:, :, :2], norms[0]), (k_cache, values[:, :, 2:3], norms[1])):
+        normed = his / (his.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
+        low, high = normed.chunk(2, -1)
+        expected = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+        if mine is k_cache:
+            mine = torch.stack([mine[b, :, int(start[b]) + 1 : int(start[b]) + 3].transpose(0, 1) for b in range(2)])
+        tolerance = 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(mine.double(), expected, rtol=tolerance, atol=tolerance)
+
+
 def rope_inputs(dtype, batch=2, rows=2):
     generator = torch.Generator().manual_seed(0)
     partials = torch.randn(3, batch * rows, 4 * 16, generator=generator)

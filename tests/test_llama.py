@@ -2,13 +2,14 @@
 
 import math
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
 
 from conftest import RAW, dense, randomize, tiny_config, tiny_target, write_json
 from fastea.checkpoint import Checkpoint
-from fastea.config import RopeScaling, rope_frequencies, rope_table
+from fastea.config import FasteaError, RopeScaling, config_from_hf, config_to_hf, rope_frequencies, rope_table
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,6 +40,45 @@ def both_models(folder, raw: dict):
     reference.save_pretrained(folder)
     write_json(folder / "config.json", raw)
     return reference, Checkpoint(folder).load(dense())
+
+
+FAMILIES = {
+    "Mistral": {"sliding_window": 4096},
+    "Qwen2": {"use_sliding_window": False, "sliding_window": 64},
+    "Qwen3": {"head_dim": 20},
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(tmp_path, name, tied):
+    """Mistral, Qwen2 (biases of q, k, v) and Qwen3 (norms of q and k) against transformers, as their folders come."""
+    raw = {k: v for k, v in RAW.items() if k != "architectures"} | {"tie_word_embeddings": tied, "rope_theta": 1e6}
+    raw |= FAMILIES[name] | {"model_type": name.lower(), "architectures": [f"{name}ForCausalLM"]}
+    config = getattr(transformers, f"{name}Config").from_dict(deepcopy(raw))
+    reference = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    randomize(reference, seed=1)
+    reference.save_pretrained(tmp_path)
+    write_json(tmp_path / "config.json", raw)
+    model = Checkpoint(tmp_path).load(dense())
+    for count in (1, 7, 40):
+        check_equal(reference, model, count)
+    assert model.config.max_position == 512
+    assert config_from_hf(config_to_hf(model.config), "here") == replace(model.config, dtype=torch.float32)
+
+
+def test_a_window_limits_the_context(tmp_path):
+    """Attention over a sliding window is not here: contexts end where it would begin."""
+    for more, limit in (
+        ({"sliding_window": 100}, 100),
+        ({"sliding_window": 100, "use_sliding_window": False}, 512),
+        ({"sliding_window": 9999}, 512),
+        ({"sliding_window": None}, 512),
+    ):
+        raw = RAW | {"architectures": ["MistralForCausalLM"]} | more
+        assert config_from_hf(raw, "here").max_position == limit
+    with pytest.raises(FasteaError, match="Phi3ForCausalLM"):
+        config_from_hf(RAW | {"architectures": ["Phi3ForCausalLM"]}, "here")
 
 
 def tokens_of(count: int) -> torch.Tensor:
