@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from fastea.cache import KVCache
 from fastea.drafters import Draft
-from fastea.eagle import EagleHead
+from fastea.eagle import DraftHead, EagleHead
+from fastea.eagle3 import Eagle3Head
 from fastea.kernels.choose import choose
 from fastea.kernels.gate import silu_mul
 from fastea.kernels.norm import add, add_norm
@@ -19,7 +20,7 @@ from fastea.kernels.rope import rope_write
 from fastea.kernels.topk import top_children
 from fastea.kernels.tree_attention import tree_attention
 from fastea.kernels.walk import accept_walk
-from fastea.llama import DecoderLayer, Llama
+from fastea.llama import DecoderLayer, Llama, RMSNorm
 from fastea.round import Outcome, Round
 from fastea.sampling import PICK, noise_key
 from fastea.state import DecodeState
@@ -29,7 +30,7 @@ from fastea.triton_linear import TritonLinear
 def run_layer(
     layer: DecoderLayer,
     residual: torch.Tensor,
-    pending: torch.Tensor | None,
+    normed: torch.Tensor,
     rope: torch.Tensor,
     positions: torch.Tensor,
     k_cache: torch.Tensor,
@@ -38,12 +39,9 @@ def run_layer(
     visible: torch.Tensor | None,
     offset: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One layer for M = B x R rows. residual: [M, h]; pending: the parts of what is still to be added to it, None:
-    nothing. Returns both for the next layer."""
+    """One layer for M = B x R rows. residual: [M, h]; normed: [M, ...] what its attention reads. Returns the residual
+    after attention, and the parts of what the MLP still adds to it."""
     qkv, o, gate_up, down = (cast(TritonLinear, part) for part in (layer.qkv, layer.o, layer.gate_up, layer.down))
-    normed = residual
-    if layer.attn_norm is not None:
-        residual, normed = add_norm(pending, residual, layer.attn_norm.weight, layer.attn_norm.eps)
     norms = [None if norm is None else norm.weight for norm in (layer.q_norm, layer.k_norm)]
     q = rope_write(
         qkv.partials(normed), qkv.bias, rope, positions, k_cache, v_cache, start, offset, layer.heads,
@@ -74,17 +72,45 @@ class FusedLlama(Llama):
         run: Callable[..., torch.Tensor] | None = None,
     ) -> torch.Tensor:
         residual, pending = F.embedding(tokens, self.embed.weight).flatten(0, 1), None
-        for layer, k, v in zip(self.layers, cache.keys, cache.values, strict=True):
-            residual, pending = run_layer(
-                cast(DecoderLayer, layer), residual, pending, self.rope, positions, k, v, start, words, 0
-            )
-        return add_norm(pending, residual, self.norm.weight, self.norm.eps)[1].view(*tokens.shape, -1)
+        inputs = []
+        for module, k, v in zip(self.layers, cache.keys, cache.values, strict=True):
+            layer = cast(DecoderLayer, module)
+            norm = cast(RMSNorm, layer.attn_norm)
+            residual, normed = add_norm(pending, residual, norm.weight, norm.eps)
+            inputs.append(residual)
+            residual, pending = run_layer(layer, residual, normed, self.rope, positions, k, v, start, words, 0)
+        residual, final = add_norm(pending, residual, self.norm.weight, self.norm.eps)
+        return self.features(final, [*inputs, residual]).view(*tokens.shape, -1)
 
     def logits(self, features: torch.Tensor, row_sizes: tuple[int, ...] | None = None) -> torch.Tensor:
-        return cast(TritonLinear, self.lm_head).product(features, torch.float32)
+        final = features[..., : self.config.hidden_size].contiguous()
+        return cast(TritonLinear, self.lm_head).product(final, torch.float32)
 
 
-class FusedEagleHead(EagleHead):
+class FusedHead(DraftHead):
+    """What the kernels do alike for every head."""
+
+    def run(
+        self,
+        residual: torch.Tensor,
+        normed: torch.Tensor,
+        positions: torch.Tensor,
+        start: torch.Tensor,
+        words: torch.Tensor | None,
+        offset: int,
+        cache: KVCache,
+    ) -> torch.Tensor:
+        """The layer, whole: [M, h] -> [B, R, h]."""
+        k, v = cache.keys[0], cache.values[0]
+        residual, pending = run_layer(self.layer, residual, normed, self.rope, positions, k, v, start, words, offset)
+        return add(pending, residual, None, residual.shape[1], residual.dtype).view(*positions.shape, -1)
+
+    def top(self, scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values, ids = top_children(scores.flatten(0, 1), count)
+        return values.view(*scores.shape[:-1], count), ids.view(*scores.shape[:-1], count)
+
+
+class FusedEagleHead(FusedHead, EagleHead):
     """The EAGLE-1 head."""
 
     def forward(
@@ -98,16 +124,39 @@ class FusedEagleHead(EagleHead):
         cache: KVCache,
     ) -> torch.Tensor:
         x = self.fc(torch.cat((F.embedding(tokens, self.embed_weight), features), dim=-1)).flatten(0, 1)
-        k, v = cache.keys[0], cache.values[0]
-        residual, pending = run_layer(self.layer, x, None, self.rope, positions, k, v, start, words, offset)
-        return add(pending, residual, None, residual.shape[1], residual.dtype).view(*tokens.shape, -1)
+        return self.run(x, x, positions, start, words, offset, cache)
 
-    def logits(self, features: torch.Tensor) -> torch.Tensor:
-        return cast(TritonLinear, self.lm).product(features, torch.float32)
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return cast(TritonLinear, self.lm).product(hidden, torch.float32)
 
-    def top(self, scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        values, ids = top_children(scores.flatten(0, 1), count)
-        return values.view(*scores.shape[:-1], count), ids.view(*scores.shape[:-1], count)
+
+class FusedEagle3Head(FusedHead, Eagle3Head):
+    """The EAGLE-3 head."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        start: torch.Tensor,
+        words: torch.Tensor | None,
+        offset: int,
+        cache: KVCache,
+    ) -> torch.Tensor:
+        layer, state = self.layer, self.state(features).flatten(0, 1)
+        embedded = F.embedding(tokens, self.embed_weight).flatten(0, 1)
+        normed = _normed(state, layer.hidden_norm)
+        pair = torch.cat((_normed(embedded, layer.embed_norm), normed), -1)
+        return self.run(normed if layer.normed_residual else state, pair, positions, start, words, offset, cache)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = _normed(hidden.flatten(0, -2), self.norm).view_as(hidden)
+        return cast(TritonLinear, self.lm).product(normed, torch.float32)
+
+
+def _normed(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    """[M, h] -> [M, h]."""
+    return cast(torch.Tensor, add_norm(None, x, norm.weight, norm.eps)[1])
 
 
 class FusedRound(Round):

@@ -93,9 +93,14 @@ class DecoderLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole decoder. `rope` [max_seq_len + slack, 2, D/2] is filled by `set_context`."""
+    """The whole decoder. `rope` [max_seq_len + slack, 2, D/2] is filled by `set_context`.
+
+    taps: layers whose inputs (before any norm; the number of layers is the last one's output) go into the features
+    behind the state after the final norm, for EAGLE-3 heads.
+    """
 
     rope: torch.Tensor
+    taps: tuple[int, ...] = ()
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -129,15 +134,25 @@ class Llama(nn.Module):
     ) -> torch.Tensor:
         """tokens, positions: [B, R]; start: [B] committed length; words: [B, R] ancestor words, None = causal.
 
-        Writes cache rows start .. start+R-1. Returns features [B, R, hidden], after the final norm. run: what calls
-        a layer, for compiling: all layers are one graph.
+        Writes cache rows start .. start+R-1. Returns features [B, R, feature_size]: the states after the final norm,
+        then the taps. run: what calls a layer, for compiling: all layers are one graph.
         """
         x = self.embed(tokens)
         rope = self.rope[positions]
+        inputs = []
         for layer, k, v in zip(self.layers, cache.keys, cache.values, strict=True):
+            inputs.append(x)
             x = run(layer, x, rope, k, v, start, words, 0, row_sizes)
-        return self.norm(x)
+        return self.features(self.norm(x), [*inputs, x])
+
+    @property
+    def feature_size(self) -> int:
+        return self.config.hidden_size * (1 + len(self.taps))
+
+    def features(self, final: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """final: [..., h]; inputs: of every layer, and the last one's output -> [..., feature_size]."""
+        return torch.cat((final, *(inputs[i] for i in self.taps)), -1) if self.taps else final
 
     def logits(self, features: torch.Tensor, row_sizes: tuple[int, ...] | None = None) -> torch.Tensor:
-        """features: [..., hidden] -> fp32 logits [..., vocab]."""
-        return self.lm_head(features, row_sizes).float()
+        """features: [..., feature_size] -> fp32 logits [..., vocab]."""
+        return self.lm_head(features[..., : self.config.hidden_size], row_sizes).float()

@@ -14,9 +14,10 @@ from fastea.drafters import Drafter
 from fastea.drafters.dynamic import DynamicEagleDrafter
 from fastea.drafters.eagle import EagleDrafter
 from fastea.drafters.ngram import NgramDrafter
-from fastea.eagle import EagleHead, load_head
+from fastea.eagle import DraftHead
 from fastea.generator import Generator
 from fastea.gguf_vocabulary import from_gguf
+from fastea.head_files import load_head
 from fastea.kernels.rows import find_row_sizes
 from fastea.linear import probes
 from fastea.llama import Llama
@@ -82,15 +83,15 @@ def load(
     check_weights_fit(files.config, kind, stored, where)
     triton = use_triton(kernels, where, kind, files.config)
     quantizer = Quantizer(quant, kind, where, pack, triton)
-    target_kind, head_kind, round_kind = Llama, EagleHead, Round
+    target_kind, round_kind = Llama, Round
     if triton:
         from fastea import fused
 
-        target_kind, head_kind, round_kind = fused.FusedLlama, fused.FusedEagleHead, fused.FusedRound
+        target_kind, round_kind = fused.FusedLlama, fused.FusedRound
     model = files.load(quantizer, target_kind)
     model.set_context(context)
     small = resolve_head_quant(head_quant, kind, triton)
-    found = _find_head(head, drafter, model, files.folder, Quantizer(small, kind, where, triton=triton), head_kind)
+    found = _find_head(head, drafter, model, files.folder, Quantizer(small, kind, where, triton=triton))
     proposer = _drafter(found, drafter, shape, model, context, accept == "rejection", where)
     if compile and not triton and not can_compile(where):
         note("--compile is off: no C++ compiler (or, on a GPU, no Triton) was found; running eager")
@@ -127,21 +128,21 @@ def load(
 
 
 def _find_head(
-    head: str | Path, drafter: str, model: Llama, folder: Path, quantizer: Quantizer, kind: type[EagleHead]
-) -> tuple[str, EagleHead] | None:
+    head: str | Path, drafter: str, model: Llama, folder: Path, quantizer: Quantizer
+) -> tuple[str, DraftHead] | None:
     """(name, head) by the rule of `load`, None where there is none to use."""
     if str(head) == "none" or drafter in ("ngram", "none"):
         if drafter == "eagle":
             raise FasteaError("--drafter eagle needs a head, but --head is none")
         return None
     if str(head) != "auto":
-        return Path(head).name, load_head(head, model, quantizer, kind)
+        return Path(head).name, load_head(head, model, quantizer)
     for path in sorted(SHIPPED_HEADS.glob("*/config.json")):
         if same_model(model, read_json(path).get("fastea", {}).get("target", [])):
-            return path.parent.name, load_head(path.parent, model, quantizer, kind)
+            return path.parent.name, load_head(path.parent, model, quantizer)
     beside = folder / "eagle"
     if (beside / "config.json").is_file():
-        return str(beside), load_head(beside, model, quantizer, kind)
+        return str(beside), load_head(beside, model, quantizer)
     if drafter == "eagle":
         raise FasteaError(f"--drafter eagle: no head for this model; pass --head FOLDER or put one into {beside}")
     note("no head for this model: decoding plain (train one with scripts/train_head.py, or try --drafter ngram)")
@@ -156,7 +157,7 @@ def default_tree(device: str, dtype: torch.dtype) -> str:
 
 
 def _drafter(
-    found: tuple[str, EagleHead] | None,
+    found: tuple[str, DraftHead] | None,
     drafter: str,
     tree: Tree | DynamicTree | None,
     model: Llama,

@@ -15,7 +15,7 @@ class DecodeState:
     """B sequences decoded together. W = deepest tree + 1.
 
     length: [B] committed tokens (rows of the caches that count). root: [B] the pending token, at position length.
-    features: [B, W, h] target features of the rows accepted last; emitted: [B, W] the token after each of them;
+    features: [B, W, F] target features of the rows accepted last; emitted: [B, W] the token after each of them;
     count: [B] how many of these W rows are real (accepted nodes + 1). done: [B] rows that no longer advance: a token
     of stop_ids [S] (-1: none) was emitted, or the text has limit [B] tokens, prompt included.
     history: [B, max_seq_len + slack] all tokens up to the root. stream: [B] noise stream of each sequence.
@@ -39,7 +39,7 @@ class DecodeState:
 
         self.cache, self.draft_cache, self.sampling = cache, draft_cache, Sampling()
         self.length, self.root = zeros(batch), zeros(batch)
-        self.features = zeros(batch, width, model.config.hidden_size, dtype=like.dtype)
+        self.features = zeros(batch, width, model.feature_size, dtype=like.dtype)
         self.emitted, self.count = zeros(batch, width), zeros(batch)
         self.done = zeros(batch, dtype=torch.bool)
         self.stop_ids, self.limit = zeros(max(stops, 1)), zeros(batch)

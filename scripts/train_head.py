@@ -22,7 +22,7 @@ import torch
 from fastea.checkpoint import fingerprint
 from fastea.config import FasteaError
 from fastea.demo import cache_folder, demo_model
-from fastea.eagle import load_head, save_head, write_config
+from fastea.head_files import load_head, save_head, write_config
 from fastea.loading import load
 from fastea.quantized import Quantizer
 from fastea.runtime import exit_code

@@ -166,7 +166,7 @@ def folder(tmp_path_factory) -> Path:
     from safetensors.torch import save_file
     from tokenizers import decoders, models, pre_tokenizers
 
-    from fastea.eagle import save_head
+    from fastea.head_files import save_head
 
     path = tmp_path_factory.mktemp("tiny model")
     target = tiny_target(0, VOCAB)

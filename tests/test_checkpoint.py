@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from conftest import RAW, dense, randomize, tiny_config, tiny_head, tiny_target, write_json
 from fastea.checkpoint import Checkpoint
 from fastea.config import FasteaError, config_from_gguf, config_from_hf, rope_table
-from fastea.eagle import load_head, save_head
+from fastea.head_files import load_head, save_head
 from fastea.loading import load
 
 LAYER_SHAPES = {

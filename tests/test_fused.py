@@ -184,6 +184,33 @@ def test_replayed_rounds_write_the_same():
     assert replayed.generate([0, 3], max_new_tokens=4).ids == stepped.generate([0, 3], max_new_tokens=4).ids
 
 
+def test_an_eagle3_head_drafts_as_its_plain_form(tmp_path):
+    """The forward in 16 bit against the same head in torch's operators; and the text."""
+    from test_eagle3 import publish, tensors
+
+    from fastea.head_files import load_head
+
+    target, _, plain = make("float16", 64, num_layers=4)
+    folder = publish(tmp_path / "head", tensors(plain, std=0.1))
+    heads = []
+    for triton, owner in ((True, target), (False, plain)):
+        dtype = torch.float16 if triton else torch.float32
+        heads.append(load_head(folder, owner, Quantizer(None, dtype, "cpu", pack=triton, triton=triton)))
+        heads[-1].bind(owner, CONTEXT)
+    tokens, features = torch.arange(5)[None], torch.randn(1, 5, 256, generator=torch.Generator().manual_seed(0)) / 2
+    zero, words, results = torch.zeros(1, dtype=torch.int64), torch.tensor([[1, 2]]), []
+    with torch.inference_mode():
+        for head in heads:
+            given, cache = features.to(head.norm.weight.dtype), head.new_cache(1, CONTEXT)
+            out = head(tokens, given, torch.arange(5)[None], zero, None, 0, cache)
+            last = out[:, -1:].expand(-1, 2, -1)
+            more = head(torch.tensor([[7, 8]]), last, torch.tensor([[5, 5]]), zero + 5, words, 0, cache)
+            results.append(head.logits(torch.cat((out, more), 1)))
+    torch.testing.assert_close(*results, atol=0.05, rtol=0.02)
+    expected = build(target, None).generate([1, 2, 3], max_new_tokens=6)
+    assert build(target, EagleDrafter(heads[0], chain(2))).generate([1, 2, 3], max_new_tokens=6).ids == expected.ids
+
+
 class Counted(TorchDispatchMode):
     """Counts what would stop the host or move data between host and device; nothing below our operators."""
 

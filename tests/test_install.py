@@ -58,7 +58,8 @@ def test_imports_run_downward():
     layers = [
         ["config"], ["kernels", "quantize", "cache", "tree", "memory"], ["linear"], ["triton_linear"],
         ["quantized", "llama", "sampling"], ["tokenizer", "checkpoint", "demo"], ["gguf_vocabulary"],
-        ["eagle", "answer", "state"], ["drafters"], ["round"], ["fused", "replay", "runtime"], ["generator"],
+        ["eagle", "eagle3", "answer", "state"], ["drafters"], ["round"], ["fused", "replay", "runtime"],
+        ["head_files"], ["generator"],
         ["loading", "training"], ["cli"],
     ]  # fmt: skip
     level = {name: i for i, names in enumerate(layers) for name in names}

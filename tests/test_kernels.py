@@ -251,7 +251,7 @@ def test_a_row_of_a_product_keeps_its_bits_behind_64_rows():
 def test_splits_know_nothing_of_the_rows():
     assert list(inspect.signature(gemm.splits).parameters) == ["weight_tiles", "blocks", "settings"]
     fields = inspect.get_annotations(gemm.Card).keys()
-    assert fields == {"multiprocessors", "waves", "warps", "stages", "half_sums"}
+    assert fields == {"multiprocessors", "waves", "warps", "stages", "half_sums", "least_rows"}
 
 
 @few(max_examples=200)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from conftest import byte_tokenizer, dense, tiny_target
 from fastea.config import FasteaError
-from fastea.eagle import load_head, save_head
 from fastea.generator import Generator
+from fastea.head_files import load_head, save_head
 from fastea.training.acceptance import AcceptanceTable
 from fastea.training.answers import is_looping, write_answers
 from fastea.training.data import Sample, draft_vocabulary, make_samples, read_lines, supervised_rows

@@ -7,7 +7,7 @@ import torch
 from fastea.cache import KVCache
 from fastea.drafters import Draft
 from fastea.drafters.eagle import extend
-from fastea.eagle import EagleHead
+from fastea.eagle import DraftHead
 from fastea.kernels.noise import gumbel
 from fastea.sampling import PICK, noise_key
 from fastea.state import DecodeState
@@ -26,7 +26,7 @@ class DynamicEagleDrafter:
 
     name = "eagle"
 
-    def __init__(self, head: EagleHead, tree: DynamicTree, rejection: bool = False):
+    def __init__(self, head: DraftHead, tree: DynamicTree, rejection: bool = False):
         self.head, self.module, self.rejection = head, head, rejection
         self.ids = head.ids
         self.tree = tree.fitted(len(self.ids))

@@ -6,14 +6,14 @@ import torch
 
 from fastea.cache import KVCache
 from fastea.drafters import Draft
-from fastea.eagle import EagleHead
+from fastea.eagle import DraftHead
 from fastea.kernels.noise import gumbel
 from fastea.sampling import CHILDREN, PICK, log_probs, noise_key
 from fastea.state import DecodeState
 from fastea.tree import Tree
 
 
-def extend(head: EagleHead, state: DecodeState) -> torch.Tensor:
+def extend(head: DraftHead, state: DecodeState) -> torch.Tensor:
     """Run the rows that the last round accepted, with the target's true features; the root's predicted feature
     [B, 1, h]."""
     assert state.draft_cache is not None
@@ -35,7 +35,7 @@ class EagleDrafter:
 
     name = "eagle"
 
-    def __init__(self, head: EagleHead, tree: Tree, rejection: bool = False, by_noise: bool = True):
+    def __init__(self, head: DraftHead, tree: Tree, rejection: bool = False, by_noise: bool = True):
         self.head, self.module, self.tree = head, head, tree
         self.rejection, self.by_noise = rejection, by_noise
         self.ids = head.ids
