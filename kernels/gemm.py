@@ -7,7 +7,8 @@ loaded once and gives one product a plane. Tiles of 64 outputs by BK inputs are 
 
 Sums: an output is accumulated over the inputs of its split in ascending blocks, within a block plane by plane; the
 splits are kept apart ([S, M, P] fp32 partial results) and added in order by whatever reads them (`norm`, `rope`,
-`gate`). Splits, blocks and instruction form depend on the weight alone, never on the number of rows.
+`gate`). Splits, blocks and instruction form depend on the weight alone, never on the number of rows; nor is code
+specialised on it: 1 to 8 rows run the same.
 
 With half_sums, each group is summed in fp16 (twice as fast on GeForce cards) and promoted to fp32 after it; rows are
 first divided by a power of two, so that no partial sum can overflow.
@@ -38,25 +39,28 @@ BLOCK = {16: 64, 8: 64, 4: 128}  # inputs a step, by bits
 @dataclass(frozen=True)
 class Card:
     """How products run on one kind of card. multiprocessors: of a card that is not there (cross-compilation).
-    waves: programs a multiprocessor that splitting aims at. half_sums: see above; fp16 only."""
+    waves: programs a multiprocessor that splitting aims at. half_sums: see above; fp16 only. least_rows: what rows are
+    padded to at least; 16 on Hopper, where Triton 3.6 takes another instruction for 8."""
 
     multiprocessors: int = 82
     waves: int = 2
     warps: int = 4
     stages: int = 3
     half_sums: bool = False
+    least_rows: int = 8
 
 
 @cache
 def card(device: str) -> Card:
-    """The settings of a device: by its name, else its capability, else the default (tiles.json)."""
+    """The settings of a device: the default, over it those of its capability, over both those of its name
+    (tiles.json)."""
     known = json.loads((Path(__file__).parent / "tiles.json").read_text(encoding="utf-8"))
     if not device.startswith("cuda"):
         return Card(**known["default"])
     properties = torch.cuda.get_device_properties(device)
-    names = (properties.name, f"sm_{properties.major}{properties.minor}")
-    found = next((known[name] for name in names if name in known), known["default"])
-    return Card(**(known["default"] | found | {"multiprocessors": properties.multi_processor_count}))
+    kinds = (f"sm_{properties.major}{properties.minor}", properties.name)
+    found = known["default"] | known.get(kinds[0], {}) | known.get(kinds[1], {})
+    return Card(**(found | {"multiprocessors": properties.multi_processor_count}))
 
 
 def layout(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, device: str) -> Layout:
@@ -130,20 +134,21 @@ def _matrix_kernel(
     x, weight, out, rows, inputs, outputs, blocks, per_split, width,
     BN: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """out[split, m, n] = sum of x[m, k] weight[n, k] over the split's k."""
+    """out[split, m, n] = sum of x[m, k] weight[n, k] over the split's k. Past the outputs the last one is read again
+    and zero stored: their mask in the loop would be one register too many at 64 rows."""
     split = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
-    weight_rows = weight + n.to(tl.int64)[:, None] * inputs
+    weight_rows = weight + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * inputs
     x_rows = x + m[None, :] * inputs
     total = tl.zeros((BN, BM), dtype=tl.float32)
     for block in range(split * per_split, min(split * per_split + per_split, blocks)):
         k = block * BK + tl.arange(0, BK)
-        w = tl.load(weight_rows + k[None, :], mask=(n[:, None] < outputs) & (k[None, :] < inputs), other=0.0)
+        w = tl.load(weight_rows + k[None, :], mask=k[None, :] < inputs, other=0.0)
         xs = tl.load(x_rows + k[:, None], mask=(m[None, :] < rows) & (k[:, None] < inputs), other=0.0)
         total = tl.dot(w, xs, total)
     where = (split * rows + m).to(tl.int64)[None, :] * width + n[:, None]
-    tl.store(out + where, total, mask=m[None, :] < rows)
+    tl.store(out + where, tl.where(n[:, None] < outputs, total, 0.0), mask=m[None, :] < rows)
 
 
 @triton.jit
@@ -243,13 +248,13 @@ def _partials(
 ) -> torch.Tensor:
     if not on_triton(x):
         return partials_reference(x, weight, scale, minimum, bits)
-    settings = card(str(x.device))
+    settings, x = card(str(x.device)), x.contiguous()
     rows, inputs = x.shape
     block = BLOCK[bits]
     tiles = weight.shape[0] if bits < 16 else -(-weight.shape[0] // BN)
     blocks = -(-inputs // block)
     count = splits(tiles, blocks, settings)
-    padded = next((size for size in ROWS if size >= rows), ROWS[-1])
+    padded = next((size for size in ROWS if size >= max(rows, settings.least_rows)), ROWS[-1])
     out = torch.empty(count, rows, tiles * BN, dtype=torch.float32, device=x.device)
     grid, shape = (tiles, count, -(-rows // padded)), {"BN": BN, "BK": block, "BM": padded}
     common = {"warps": settings.warps, "stages": settings.stages, **shape}

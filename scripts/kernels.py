@@ -1,0 +1,522 @@
+"""What every Triton kernel becomes on every card, and whether it may. Needs no GPU: Triton compiles for one without it.
+
+    python scripts/kernels.py            # writes benchmarks/kernels.md
+    python scripts/kernels.py --check    # compares with it instead
+
+Kernels are compiled as they are launched: their bodies run on tensors of the meta device at the shapes of MODELS, with
+each card's settings, and what they would start is recorded. Launches that differ in nothing but sizes are one
+compilation, made for the first of them. Exit status 1 if a gate fails (`failures`), one line each, or if --check finds
+other figures than the file's; those of another version of Triton are not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from tqdm import tqdm
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from fastea.kernels import choose, compact, gate, gemm, launch, norm, rope, topk, tree_attention, walk
+from fastea.quantize.forms import Scheme
+
+TABLE = Path(__file__).parent.parent / "benchmarks" / "kernels.md"
+CONTEXT, NODES, DEPTH, CHILDREN = 2048, 26, 5, 4  # tokens of the cache; the tree eagle1
+ROWS = (1, 16, NODES, 64)  # a plain step, few rows, a tree, a chunk of a prompt
+SCHEMES = (None, Scheme(8), Scheme(8, 32), Scheme(4, 128), Scheme(4, 32, True))  # None: 16 bit
+FP16, BF16, FP32, INT32, INT64 = torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64
+SHORT = {FP16: "fp16", BF16: "bf16", FP32: "fp32"}
+RESERVED = 1024  # bytes of shared memory that the driver keeps of every block
+SPILLED = 16  # bytes of stack that are no failure: ptxas gives up a few registers where one block more fits for it
+MATHEMATICS = {"choose._best_kernel"}  # call libdevice's logarithm, which has fused products of its own
+
+
+@dataclass(frozen=True)
+class Card:
+    """Limits of a compute capability. shared: KiB a multiprocessor; a block gets 1 less. threads, blocks: at once."""
+
+    capability: int
+    example: str
+    shared: int
+    threads: int
+    blocks: int
+
+    @property
+    def name(self) -> str:
+        return f"sm_{self.capability}"
+
+    def settings(self) -> gemm.Card:
+        known = json.loads((Path(gemm.__file__).parent / "tiles.json").read_text(encoding="utf-8"))
+        return gemm.Card(**(known["default"] | known.get(self.name, {})))
+
+    def room(self, registers: int, shared: int, warps: int) -> dict[str, int]:
+        """Blocks that a multiprocessor holds at once by each resource. Registers are given out to warps in units of
+        256, by quarters of the multiprocessor, shared memory in units of 128 bytes."""
+        warp = -(-registers * 32 // 256) * 256
+        block = -(-(shared + RESERVED) // 128) * 128
+        return {
+            "r": 4 * (65536 // 4 // warp) // warps,
+            "s": self.shared * 1024 // block,
+            "t": self.threads // (32 * warps),
+            "b": self.blocks,
+        }
+
+
+CARDS = (
+    Card(86, "RTX 3090", 100, 1536, 16),
+    Card(89, "RTX 4090", 100, 1536, 24),
+    Card(80, "A100", 164, 2048, 32),
+    Card(90, "H100", 228, 2048, 32),
+)
+ORDER = (gemm, tree_attention, norm, rope, gate, choose, topk, walk, compact)  # of the table
+
+
+@dataclass(frozen=True)
+class Model:
+    """size: of a head. dtype: what it runs in on a GPU."""
+
+    name: str
+    dtype: torch.dtype
+    hidden: int
+    heads: int
+    kv_heads: int
+    size: int
+    intermediate: int
+    vocab: int
+
+    def weights(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs. fc: of an EAGLE head, whose layer has the model's shapes."""
+        return {
+            "qkv": ((self.heads + 2 * self.kv_heads) * self.size, self.hidden),
+            "o": (self.hidden, self.heads * self.size),
+            "gate and up": (2 * self.intermediate, self.hidden),
+            "down": (self.hidden, self.intermediate),
+            "LM head": (self.vocab, self.hidden),
+            "fc": (self.hidden, 2 * self.hidden),
+        }
+
+
+MODELS = (
+    Model("LLaMA-2-7B", FP16, 4096, 32, 32, 128, 11008, 32000),
+    Model("LLaMA-3-8B", BF16, 4096, 32, 8, 128, 14336, 128256),
+    Model("demo", BF16, 576, 9, 3, 64, 1536, 49152),
+)
+
+
+@dataclass
+class Launch:
+    """What a body would start. site: which weight of which model; form, rows: how the table calls it."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+    model: str
+    site: str
+    form: str
+    rows: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.kernel.fn.__module__.rpartition('.')[2]}.{self.kernel.__name__}"
+
+    @property
+    def types(self) -> tuple[torch.dtype | None, ...]:
+        return tuple(a.dtype if isinstance(a, torch.Tensor) else None for a in self.args)
+
+    @property
+    def label(self) -> str:
+        """The form, if it has a name, or the type of activations and the constants."""
+        if self.form:
+            return self.form
+        dtype = next((SHORT[t] for t in self.types if t in (FP16, BF16)), None)
+        shown = [f"{k}={v}" for k, v in self.constants.items() if v is not False and abs(v) < 1 << 32]
+        return ", ".join([dtype, *shown] if dtype else shown)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What one compilation is for, on one card."""
+        return self.title, self.label, self.rows, self.types
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One compilation. shared: bytes as launched. instructions: of tensor cores; wanted: as they have to be. fused:
+    products and sums that are one instruction, or may become one. waves: blocks that splitting counts on."""
+
+    title: str
+    label: str
+    card: Card
+    registers: int
+    stack: int
+    local: int
+    shared: int
+    warps: int
+    stages: int
+    instructions: frozenset[str] = frozenset()
+    wanted: frozenset[str] = frozenset()
+    fused: int = 0
+    waves: int = 1
+
+    @property
+    def room(self) -> dict[str, int]:
+        return self.card.room(self.registers, self.shared, self.warps)
+
+    @property
+    def blocks(self) -> int:
+        return min(self.room.values())
+
+
+class Recorder:
+    """Calls bodies of operators and keeps what they would launch."""
+
+    def __init__(self, model: Model):
+        self.model, self.found = model, list[Launch]()
+
+    def __call__(self, body: Callable[..., Any], *args: Any, site: str = "", form: str = "", rows: int = 0) -> Any:
+        def keep(kernel: Any, given: tuple[Any, ...], constants: dict[str, Any], warps: int, stages: int) -> None:
+            named = "" if kernel is gemm._scale_kernel else form
+            self.found.append(
+                Launch(kernel, given, constants, warps, stages, self.model.name, site, named, rows if named else 0)
+            )
+
+        launch.recorder = keep
+        try:
+            return body(*args)
+        finally:
+            launch.recorder = None
+
+
+def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def weight(outputs: int, inputs: int, scheme: Scheme | None, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Matrix or words, scale, minimum and bits, as `gemm.layout` makes them."""
+    if scheme is None:
+        return meta(outputs, inputs, dtype=dtype), None, None, 16
+    block = gemm.BLOCK[scheme.bits]
+    tiles, blocks = -(-outputs // gemm.BN), -(-inputs // block)
+    words = meta(tiles, blocks, gemm.BN, block * scheme.bits // 32, dtype=INT32)
+    scale = meta(blocks * block // scheme.group if scheme.group else 1, tiles * gemm.BN, dtype=FP16)
+    return words, scale, torch.empty_like(scale) if scheme.minimum else None, scheme.bits
+
+
+def products(record: Recorder, scheme: Scheme | None, rows: int, half_sums: bool) -> dict[str, torch.Tensor]:
+    """Every weight times `rows` rows: their partial results."""
+    parts, dtype = {}, record.model.dtype
+    for site, (outputs, inputs) in record.model.weights().items():
+        fitting = scheme and scheme.fitting(inputs)
+        form = f"{fitting.name if fitting else '16 bit'}, {SHORT[dtype]}{', fp16 sums' if half_sums else ''}"
+        given = (meta(rows, inputs, dtype=dtype), *weight(outputs, inputs, fitting, dtype), half_sums)
+        parts[site] = record(gemm._partials, *given, site=site, form=form, rows=rows)
+    return parts
+
+
+def between(record: Recorder, parts: dict[str, torch.Tensor], rows: int) -> None:
+    """The kernels that go on from products: of a layer, of the LM head and of an EAGLE head."""
+    m, dtype = record.model, record.model.dtype
+    residual, column = meta(rows, m.hidden, dtype=dtype), meta(m.hidden, dtype=dtype)
+    positions, table = meta(1, rows, dtype=INT64), meta(CONTEXT, 2, m.size // 2, dtype=FP32)
+    cache, start = meta(1, m.kv_heads, CONTEXT + 64, m.size, dtype=dtype), meta(1, dtype=INT64)
+    record(norm._add_norm, None, residual, column, 1e-5, site="first layer")
+    record(rope._rope_write, parts["qkv"], None, table, positions, cache, cache, start, 0, m.heads, site="qkv")
+    for site in ("o", "down"):
+        record(norm._add_norm, parts[site], residual, column, 1e-5, site=site)
+    record(gate._silu_mul, parts["gate and up"], m.intermediate, dtype, site="gate and up")
+    record(norm._add, parts["LM head"], None, None, m.vocab, FP32, site="LM head")
+    record(norm._add, parts["fc"], None, column, m.hidden, dtype, site="fc with bias")
+    record(norm._add, parts["down"], residual, None, m.hidden, dtype, site="head's last")
+
+
+def attention(record: Recorder, rows: int, kind: str) -> None:
+    m, dtype = record.model, record.model.dtype
+    visible = {"causal": None, "words": meta(1, rows, dtype=INT64), "lists": meta(1, rows, 17, dtype=INT64)}[kind]
+    cache = meta(1, m.kv_heads, CONTEXT + 64, m.size, dtype=dtype)
+    query, start = meta(1, rows, m.heads, m.size, dtype=dtype), meta(1, dtype=INT64)
+    form = f"{kind}, {SHORT[dtype]}, heads of {m.size}, {m.heads // m.kv_heads} a KV head"
+    record(tree_attention._tree_attention, query, cache, cache, start, visible, form=form, rows=rows)
+
+
+def picking(record: Recorder) -> None:
+    """The end of a round."""
+    m = record.model
+    logits, keys, nodes = (meta(NODES, m.vocab, dtype=FP32), meta(NODES, dtype=INT64), meta(1, NODES, dtype=INT64))
+    record(choose._choose, logits, None, 0.0, 0, 1.0, m.vocab)
+    for top_k, top_p in ((0, 1.0), (40, 1.0), (0, 0.9), (40, 0.9)):
+        record(choose._choose, logits, keys, 0.8, top_k, top_p, m.vocab)
+    record(topk._top_children, logits, CHILDREN)
+    record(walk._accept_walk, nodes, nodes, keys, DEPTH)
+    cache = meta(4, 1, m.kv_heads, CONTEXT + 64, m.size, dtype=m.dtype)
+    record(compact._compact, cache, meta(1, dtype=INT64), meta(1, DEPTH + 1, dtype=INT64))
+
+
+def launches(card: Card) -> Iterator[Launch]:
+    """All of a card, model by model."""
+    settings = card.settings()
+    given, gemm.card = gemm.card, lambda device: settings  # type: ignore[assignment]
+    try:
+        for model in MODELS:
+            record = Recorder(model)
+            for scheme in SCHEMES:
+                halves = (False, True) if settings.half_sums and scheme and model.dtype == FP16 else (False,)
+                for half_sums in halves:
+                    for rows in ROWS:
+                        between(record, products(record, scheme, rows, half_sums), rows)
+            for rows, kind in ((1, "causal"), (64, "causal"), (1, "words"), (NODES, "words"), (NODES, "lists")):
+                attention(record, rows, kind)
+            picking(record)
+            yield from record.found
+    finally:
+        gemm.card = given
+
+
+class Absent:
+    """In place of Triton's driver: the device that is not there. Devices are numbered by their capability."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+
+def compiled(made: Launch, card: Card) -> Any:
+    """The kernel that this launch would start, through the same `launch`."""
+    driver.set_active(Absent(card.capability))  # type: ignore[arg-type]
+    grid, kernels = (1,), []
+
+    def compile_only(*args: Any, **options: Any) -> None:
+        kernels.append(made.kernel.warmup(*args, grid=grid, **options))
+
+    options = {"warps": made.warps, "stages": made.stages, **made.constants}
+    launch.launch({grid: compile_only}, grid, *made.args, **options)
+    return kernels[0]
+
+
+def wanted(made: Launch, card: Card) -> frozenset[str]:
+    """The tensor-core instructions of a kernel: one form for every number of rows, since bits depend on it. m and k are
+    of the weight and the sum; n, the rows, is a multiple of 8."""
+    dtype = "f16" if FP16 in made.types[:1] else "bf16"
+    small = f"mma m16n8k16 f32.{dtype}"
+    if made.title.startswith("tree_attention."):
+        return frozenset((small,))
+    if made.title not in ("gemm._matrix_kernel", "gemm._words_kernel"):
+        return frozenset()
+    sums = "f16" if made.constants.get("HALF") else "f32"
+    form = f"wgmma m64n{made.constants['BM']}k16" if card.capability == 90 else "mma m16n8k16"
+    return frozenset((f"{form} {sums}.{dtype}", *([small] if made.constants.get("MINIMUM") else [])))
+
+
+def instructions(ptx: str) -> frozenset[str]:
+    """The tensor-core instructions in it: name, shape, types of the sum and of the factors."""
+    found = re.findall(r"\b(wgmma|mma)\.(?:sync|mma_async)[\w.]*?\.(m\d+n\d+k\d+)(?:\.row\.col)?\.(\w+)\.(\w+)", ptx)
+    return frozenset(" ".join((name, shape, f"{sums}.{factors}")) for name, shape, sums, factors in found)
+
+
+def figures(made: Launch, card: Card) -> Figures:
+    kernel = compiled(made, card)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    ptx = kernel.asm["ptx"]
+    fused = re.findall(r"\b(?:fma\.\S*?f\d|(?:add|sub|mul)\.(?:ftz\.)?f\d)", ptx)  # only .rn is rounded in any case
+    return Figures(
+        made.title, f"{made.label}{f', {made.rows} rows' if made.rows else ''}", card,
+        used["REG"], used["STACK"], used["LOCAL"], kernel.metadata.shared, made.warps, made.stages,
+        instructions(ptx), wanted(made, card), len(fused),
+        card.settings().waves if "BM" in made.constants and made.title.startswith("gemm.") else 1,
+    )  # fmt: skip
+
+
+def failures(f: Figures) -> list[str]:
+    """What this compilation must not be, one line each."""
+    found = []
+    if f.shared > (f.card.shared - 1) * 1024:
+        found.append(f"{f.shared} bytes of shared memory, a block gets {(f.card.shared - 1) * 1024}")
+    elif f.blocks < f.waves:
+        found.append(f"{f.blocks} blocks a multiprocessor, splitting counts on {f.waves}")
+    if f.local or f.stack > SPILLED:
+        found.append(f"registers are spilled: {f.stack} bytes of stack, {f.local} of local memory")
+    if f.instructions != f.wanted:
+        found.append(f"tensor cores run {spoken(f.instructions)}, not {spoken(f.wanted)}")
+    if f.fused and f.title not in MATHEMATICS:
+        found.append(f"{f.fused} products and sums are fused, or may be, that the source rounds apart")
+    return [f"{f.card.name} {f.title} ({f.label}): {text}" for text in found]
+
+
+def spoken(names: frozenset[str]) -> str:
+    return " + ".join(sorted(names, reverse=True)) or "nothing"
+
+
+def brief(kernels: list[frozenset[str]]) -> str:
+    """Their instructions as the table names them."""
+    return " or ".join(dict.fromkeys(map(spoken, kernels))).replace("nothing", "").replace("mma m16n8k16", "mma")
+
+
+@dataclass
+class Row:
+    """A compilation on every card that launches it. sites: of models."""
+
+    title: str
+    label: str
+    rows: int
+    sites: dict[str, list[str]] = field(default_factory=dict)
+    cells: dict[str, Figures] = field(default_factory=dict)
+
+    def launched_by(self) -> str:
+        together: dict[str, list[str]] = {}
+        for model, sites in self.sites.items():
+            named = "" if len(sites) == len(MODELS[0].weights()) else ", ".join(filter(None, sites))
+            together.setdefault(named, []).append(model)
+        return "; ".join(f"{', '.join(m)}{f': {named}' if named else ''}" for named, m in together.items())
+
+    def setting(self) -> str:
+        used = {(f.warps, f.stages): None for f in self.cells.values()}
+        return " or ".join(f"{warps} warp{'s' if warps > 1 else ''}, {stages} stages" for warps, stages in used)
+
+    def tensor_cores(self, hopper: bool) -> str:
+        return brief([f.instructions for f in self.cells.values() if (f.card.capability == 90) == hopper])
+
+
+class Job(NamedTuple):
+    row: Row
+    made: Launch
+    card: Card
+
+
+def plan() -> tuple[list[Row], list[Job]]:
+    """Rows of the table, and what has to be compiled for them."""
+    rows: dict[tuple[Any, ...], Row] = {}
+    jobs: dict[tuple[Any, ...], Job] = {}
+    for card in CARDS:
+        for made in launches(card):
+            row = rows.setdefault(made.key, Row(made.title, made.label, made.rows))
+            sites = row.sites.setdefault(made.model, [])
+            if made.site not in sites:
+                sites.append(made.site)
+            jobs.setdefault((card, *made.key), Job(row, made, card))
+    return list(rows.values()), list(jobs.values())
+
+
+def cell(f: Figures | None) -> str:
+    if f is None:
+        return ""
+    spilled = f" +{f.stack + f.local}" if f.stack or f.local else ""
+    shared = f"{f.shared / 1024:.2f}".rstrip("0").rstrip(".")
+    return f"{f.registers}{spilled} / {shared} / {f.blocks}{min(f.room, key=lambda name: f.room[name])}"
+
+
+def section(title: str, rows: list[Row]) -> str:
+    """The table of one kernel. Lines that only differ in their numbers of rows are one; columns that say nothing are
+    left out."""
+    settings = {row.setting() for row in rows}
+    head = ["form", "rows", "launched", *(card.name for card in CARDS), "below sm_90", "on sm_90", "by"]
+    body: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        figures = [cell(row.cells.get(card.name)) for card in CARDS]
+        cores = row.tensor_cores(False), row.tensor_cores(True)
+        line = (row.label, row.setting() if len(settings) > 1 else "", *figures, *cores, row.launched_by())
+        body.setdefault(line, []).append(str(row.rows or ""))
+    lines = [head, ["---"] * len(head), *([line[0], ", ".join(counts), *line[1:]] for line, counts in body.items())]
+    used = [i for i in range(len(head)) if any(line[i] for line in lines[2:])]
+    heading = f"## {title}{f', {settings.pop()}' if len(settings) == 1 else ''}"
+    return "\n".join((heading, "", *("| " + " | ".join(line[i] for i in used) + " |" for line in lines), ""))
+
+
+HEADING = """# What the kernels become
+
+    python scripts/kernels.py
+
+Triton {version}, {count} compilations; no GPU, nothing is measured. A cell: registers a thread (+ bytes of stack, where
+there are any) / KiB of shared memory a block / blocks that a multiprocessor can hold at once, and what ends them: r
+registers, s shared memory, t threads, b the card's most. An empty cell: not launched on this card.
+
+Cards: {cards}, each with its settings of
+kernels/tiles.json; sums are split as for {multiprocessors} multiprocessors. Rows: those of the call. mma: mma.sync
+m16n8k16; types are of the sum and of the factors. By: the models that launch it, and with which of their weights, where
+not with all.
+
+`python scripts/kernels.py --check` fails if a figure has changed, or if on any card
+
+- a block takes more shared memory than it can get (KiB: {limits});
+- a kernel uses local memory, or more than {spilled} bytes of stack: up to four registers ptxas spills of its own
+  accord, where one more block then fits;
+- a product runs on other tensor-core instructions than mma.sync m16n8k16 (attention, every card; weights, below sm_90)
+  and wgmma with k16 (weights, sm_90), at any number of rows, or sums in fp16 where that is not asked for;
+- a product and a sum are fused, or left to ptxas to fuse (in PTX; the logarithms in choose._best_kernel are
+  libdevice's, with fused products of their own);
+- a multiprocessor holds fewer blocks of a product with a weight than splitting counts on ({waves}).
+"""
+
+
+def document(rows: list[Row], count: int) -> str:
+    settings = CARDS[0].settings()
+    heading = HEADING.format(
+        version=triton.__version__, count=count, spilled=SPILLED, waves=settings.waves,
+        cards=", ".join(f"{card.name} ({card.example})" for card in CARDS),
+        limits=", ".join(f"{card.shared - 1} on {card.name}" for card in CARDS),
+        multiprocessors=settings.multiprocessors,
+    )  # fmt: skip
+    modules = [module.__name__.rpartition(".")[2] for module in ORDER]
+    titles = sorted({row.title: None for row in rows}, key=lambda title: modules.index(title.partition(".")[0]))
+    return "\n".join([heading, *(section(title, [row for row in rows if row.title == title]) for title in titles)])
+
+
+def differences(text: str) -> list[str]:
+    """Lines that differ from the file's; none, and a word about it, if another version of Triton wrote it."""
+    if not TABLE.exists():
+        return [f"{TABLE} does not exist"]
+    kept = TABLE.read_text(encoding="utf-8")
+    version = re.search(r"^Triton ([^,\s]+),", kept, re.MULTILINE)
+    if version is None or version[1] != triton.__version__:
+        print(f"kernels.py: figures are of Triton {version and version[1]}, not {triton.__version__}: gates only")
+        return []
+    changed = difflib.unified_diff(kept.splitlines(), text.splitlines(), TABLE.name, "now", lineterm="", n=0)
+    return [line for line in changed if not line.startswith("@@")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with benchmarks/kernels.md, write nothing")
+    check = parser.parse_args().check
+    if launch.INTERPRETED:
+        print("kernels.py: TRITON_INTERPRET must not be set: interpreted kernels are not compiled", file=sys.stderr)
+        return 2
+    rows, jobs = plan()
+    for job in tqdm(jobs, unit="kernel"):
+        job.row.cells[job.card.name] = figures(job.made, job.card)
+    text = document(rows, len(jobs))
+    problems = [line for row in rows for f in row.cells.values() for line in failures(f)]
+    if check:
+        problems += differences(text)
+    else:
+        TABLE.write_text(text, encoding="utf-8")
+    print("\n".join(problems) or f"{len(jobs)} compilations, as they have to be")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
