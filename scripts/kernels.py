@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -498,6 +500,13 @@ def differences(text: str) -> list[str]:
     return [line for line in changed if not line.startswith("@@")]
 
 
+_jobs: list[Job] = []  # of the forked processes, since kernels cannot be sent to them
+
+
+def _figures_of(index: int) -> Figures:
+    return figures(_jobs[index].made, _jobs[index].card)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with benchmarks/kernels.md, write nothing")
@@ -506,8 +515,11 @@ def main() -> int:
         print("kernels.py: TRITON_INTERPRET must not be set: interpreted kernels are not compiled", file=sys.stderr)
         return 2
     rows, jobs = plan()
-    for job in tqdm(jobs, unit="kernel"):
-        job.row.cells[job.card.name] = figures(job.made, job.card)
+    _jobs.extend(jobs)
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        found = pool.imap(_figures_of, range(len(jobs)))
+        for job, made in zip(jobs, tqdm(found, total=len(jobs), unit="kernel"), strict=True):
+            job.row.cells[job.card.name] = made
     text = document(rows, len(jobs))
     problems = [line for row in rows for f in row.cells.values() for line in failures(f)]
     if check:
