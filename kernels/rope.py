@@ -59,7 +59,7 @@ def rope_write_reference(
     return rotated[:, :, :heads].contiguous()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "offset"))
 def _kernel(
     partials, bias, q_norm, k_norm, eps, table, positions, q, k_cache, v_cache, start,
     split_stride, row_stride, batch_stride, head_stride, rows, offset, heads, kv_heads,
