@@ -23,6 +23,7 @@ from fastea.tokenizer import Message, Tokenizer
 from fastea.tree import DynamicTree, Tree, chain
 
 CHUNK = 64  # prompt tokens a prefill forward takes
+REPLAYS = 4  # graphs that are kept, one for each kind of sampling: each has memory of its own
 
 Prompt = str | Sequence[Message] | Sequence[int]
 
@@ -153,6 +154,9 @@ class Generator:
             with compiling():
                 state = self._run_twice(batch, sampling)
                 if self.round.captures:
+                    while len(self._replays) >= REPLAYS:
+                        self._warm.discard(oldest := next(iter(self._replays)))
+                        del self._replays[oldest]
                     self._replays[batch, sampling.shape()] = Replay(self.round, state)
         except FasteaError:
             raise

@@ -48,7 +48,8 @@ def tensor_bytes(*modules: torch.nn.Module | None) -> int:
 def available_bytes(device: str) -> int | None:
     """Memory that can still be allocated there; None if the system does not say."""
     if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for later
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -34,7 +35,12 @@ class Replay:
             self.turn = torch.zeros(1, dtype=torch.int64, device=state.root.device)
         self.started = self.finished = 0
         self.events = [torch.cuda.Event() for _ in range(RING)] if self.on_gpu else []
-        self.play = (capture or (_graph if self.on_gpu else lambda action: action))(self._round)
+        with self.here():
+            self.play = (capture or (_graph if self.on_gpu else lambda action: action))(self._round)
+
+    def here(self) -> contextlib.AbstractContextManager[None]:
+        """With this device as the current one, whose streams events and graphs are of."""
+        return torch.cuda.device(self.ring.device) if self.on_gpu else contextlib.nullcontext()
 
     @torch.inference_mode()
     def _round(self) -> None:
@@ -54,11 +60,12 @@ class Replay:
 
     def step(self) -> Outcome:
         """The next round's outcome, on the host."""
-        while self.started < self.finished + 2:
-            self.play()
-            if self.on_gpu:
-                self.events[self.started % RING].record()
-            self.started += 1
+        with self.here():
+            while self.started < self.finished + 2:
+                self.play()
+                if self.on_gpu:
+                    self.events[self.started % RING].record()
+                self.started += 1
         slot = self.finished % RING
         if self.on_gpu:
             self.events[slot].synchronize()

@@ -3,6 +3,7 @@ that a CPU run never loads Triton."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -31,4 +32,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stage
     if recorder is not None:
         recorder(kernel, args, constants, warps, stages)
         return
-    kernel[grid](*args, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
+    device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+    with (
+        torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    ):  # Triton asks for the current
+        kernel[grid](*args, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=False)

@@ -42,6 +42,7 @@ from torch.profiler import ProfilerActivity
 from fastea import demo, generator
 from fastea.config import ModelConfig, config_to_hf
 from fastea.drafters import Draft, Drafter
+from fastea.drafters.dynamic import DynamicEagleDrafter
 from fastea.drafters.eagle import EagleDrafter
 from fastea.eagle import EagleHead
 from fastea.fused import FusedEagleHead, FusedLlama, FusedRound
@@ -62,7 +63,7 @@ from fastea.replay import Replay
 from fastea.sampling import Sampling
 from fastea.state import DecodeState
 from fastea.tokenizer import Tokenizer
-from fastea.tree import EAGLE1_PATHS, Tree, chain
+from fastea.tree import EAGLE1_PATHS, DynamicTree, Tree, chain
 from fastea.triton_linear import TritonLinear
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -143,6 +144,13 @@ def scattered(seed: int, depth: int, slots: int) -> tuple[list[int], list[int], 
         words.append(words[parent] | 1 << slot)
         levels.append(levels[parent] + 1)
     return [word - (word >> 63 << 64) for word in words], levels, path
+
+
+def drafter_of(head: Any, tree: Tree | DynamicTree, device: str) -> Drafter:
+    """On the device."""
+    if isinstance(tree, DynamicTree):
+        return DynamicEagleDrafter(head, tree)
+    return EagleDrafter(head, tree.to(device))
 
 
 # Where, and what becomes of it
@@ -512,6 +520,11 @@ def correct_between(c: Check) -> Errors:
         q = rope.rope_write(*given, *one, c.at(5, 0), 2, heads)
         expected = rope.rope_write_reference(*given, *two, c.at(5, 0), 2, heads)
         yield "rotation", max(same(q, expected), same(one, two))
+        norms = (*c.dyadic(2, size, dtype=dtype), 1e-5)
+        q = rope.rope_write(*given, *one, c.at(5, 0), 2, heads, *norms)
+        expected = rope.rope_write_reference(*given, *two, c.at(5, 0), 2, heads, *norms).double()
+        unit = torch.finfo(dtype).eps * expected.abs().amax(-1, keepdim=True)  # rounded twice
+        yield "rotation after norms", max(share(q, expected, 2 * unit), same(one[1], two[1]))
 
 
 def correct_integers(c: Check) -> Errors:
@@ -597,14 +610,15 @@ def rows_of_attention(c: Check) -> Errors:
 
 
 def small(c: Check, vocab: int) -> ModelConfig:
-    return c.sized(shape(512, 1024, 3, 8, 4, 64, vocab), replace(TOY, vocab_size=vocab))  # type: ignore[no-any-return]
+    return c.sized(shape(512, 1024, 3, 8, 4, 64, vocab), replace(TOY, vocab_size=vocab))
 
 
 def rows_of_a_model(c: Check) -> Errors:
     """Logits of a text's rows, one by one and as a path through a tree."""
     start, depth, slots = c.sized((270, 12, 64), (5, 2, 6))
     for form in c.sized([form for form in FORMS if not form.half], [Form(BF16, LOW)]):
-        target = c.target(small(c, 1000), 512, form.dtype, form.scheme)
+        config = replace(small(c, 1000), qk_norm=form.dtype == BF16)
+        target = c.target(config, 512, form.dtype, form.scheme)
         plain, branched = (target.new_cache(1, 512) for _ in range(2))
 
         def logits(tokens: torch.Tensor, positions: Any, at: int, words: Any, cache: Any, target: Any = target) -> Any:
@@ -622,20 +636,21 @@ def rows_of_a_model(c: Check) -> Errors:
 
 
 def texts_of_a_model(c: Check) -> Errors:
-    """Greedy ids, with a vocabulary so small that a tree holds every continuation by two tokens."""
-    vocab = c.sized(4, 2)
+    """Greedy and for a seed; with a vocabulary so small that a tree holds every continuation by two tokens."""
+    vocab, tokenizer = c.sized(4, 2), Tokenizer(lambda text: [], [b"x"] * c.sized(4, 2), {})
     pairs = itertools.product(range(vocab), repeat=2)
-    wide = Tree([*((a,) for a in range(vocab)), *pairs], "wide").to(c.device)
+    wide = Tree([*((a,) for a in range(vocab)), *pairs], "wide")
     forms = [Form(FP16), Form(BF16), Form(FP16, Scheme(8)), Form(BF16, LOW), Form(FP16, Scheme(4, 128))]
+    settings = {"greedy": {}, "for a seed": {"temperature": 0.9, "top_k": 3, "top_p": 0.9, "seed": 5}}
     for form in c.sized(forms, forms[3:4]):
         target = c.target(small(c, vocab), 256, form.dtype, form.scheme, 2.5)
         head = c.head(target, 256, form.dtype, form.scheme, 0.8)
-        trees = c.sized((wide, chain(2).to(c.device)), (wide,))
-        drafters: dict[str, Drafter] = {tree.name: EagleDrafter(head, tree) for tree in trees}
-        prompts, options = [[1, 0, 1] * c.sized(20, 1)], {"max_new_tokens": c.sized(60, 4)}
-        tokenizer = Tokenizer(lambda text: [], [b"x"] * vocab, {})
-        for what, found in answers(target, tokenizer, drafters, prompts, options):
-            yield f"text of a model, {form.name}, {what}", 0.0 if found["equal"] else WRONG
+        trees = c.sized((wide, chain(2), DynamicTree(12, 4, 3)), (wide, DynamicTree(3, 2, 2)))
+        drafters = {tree.name: drafter_of(head, tree, c.device) for tree in trees}
+        for name in settings if form.scheme is None else ("greedy",):
+            options = {"max_new_tokens": c.sized(60, 4), **settings[name]}
+            for what, found in answers(target, tokenizer, drafters, [[1, 0, 1] * c.sized(20, 1)], options):
+                yield f"text of a model, {form.name}, {name}, {what}", 0.0 if found["equal"] else WRONG
 
 
 def answers(
@@ -761,20 +776,19 @@ class Rounds:
         self.vocab, self.cache = target.config.vocab_size, target.new_cache(1, self.size)
         self.cache.whole.normal_()
 
-    def make(self, tree: Tree, head: Any) -> tuple[FusedRound, DecodeState]:
-        c, tree = self.c, tree.to(self.c.device)
-        draft = head and head.new_cache(1, self.size)
+    def make(self, tree: Any, head: Any) -> tuple[FusedRound, DecodeState]:
+        c, drafter = self.c, drafter_of(head, tree, self.c.device) if head else None
+        tree = drafter.tree if drafter else tree.to(c.device)
+        draft = drafter.new_cache(1, self.size) if drafter else None
         for cache in (*draft.keys, *draft.values) if draft else ():
             cache.normal_()
         state = DecodeState(self.target, self.cache, draft, 1, tree.depth_max + 1, self.size, 0)
         state.reset(Sampling(), [0])
-        prompt = c.ids(self.context, below=self.vocab)
-        feature = c.normal(state.features.shape[2]).to(state.features)
+        prompt, feature = c.ids(self.context, below=self.vocab), c.normal(state.features.shape[2]).to(state.features)
         state.begin(0, prompt, feature, prompt[0], self.size - self.context)
-        drafter = EagleDrafter(head, tree) if head else None
         return FusedRound(self.target, tree, drafter, False, None, self.vocab), state
 
-    def replay(self, tree: Tree, head: Any) -> tuple[Replay, float, float]:
+    def replay(self, tree: Any, head: Any) -> tuple[Replay, float, float]:
         """A whole round as one graph; milliseconds of it on the card, and of the host's loop around it."""
         made, state = self.make(tree, head)
         replay, count = Replay(made, state), self.c.sized(20, 2)
@@ -792,7 +806,8 @@ class Rounds:
 def model(c: Check) -> None:
     """A round's time hardly depends on what is accepted: speeds are so many tokens a round over that time."""
     read, context, config = bandwidths(c)[1], *c.sized((1024, LLAMA2), (24, TOY))
-    trees = c.sized((chain(0), chain(5), Tree(EAGLE1_PATHS, "eagle1")), (chain(0), bush(5, 2)))
+    paper = Tree(EAGLE1_PATHS, "eagle1")
+    trees = c.sized((chain(0), chain(5), DynamicTree(60, 10, 6), paper), (chain(0), DynamicTree(3, 2, 2), bush(5, 2)))
     for scheme in c.sized((None, Scheme(8), Scheme(4, 128)), (Scheme(4, 128),)):
         form = Form(FP16, scheme)
         if c.late:
@@ -918,13 +933,13 @@ def tune(c: Check) -> None:
 
     def measured(setting: gemm.Card, forms: list[Form]) -> tuple[list[float], bool]:
         """Times, and whether rows keep their bits. The setting stays: this process does nothing else."""
-        gemm.card = lambda device: setting  # type: ignore[assignment]
+        gemm.card = lambda device: setting
         took, kept = list[float](), True
         for form, size in itertools.product(forms, sizes):
             tensors, call = made = ours(c, form, *size)
             x: Any = c.uneven(counts[1], size[1], dtype=form.dtype)
             several: Any = call(x, *tensors)
-            kept = kept and same(several[:, :1], call(x[:1], *tensors)) == 0  # type: ignore[arg-type]
+            kept = kept and same(several[:, :1], call(x[:1], *tensors)) == 0
             took += times(c, made, form.dtype, size[1], counts)[0]
         return took, kept
 

@@ -211,6 +211,18 @@ def test_an_eagle3_head_drafts_as_its_plain_form(tmp_path):
     assert build(target, EagleDrafter(heads[0], chain(2))).generate([1, 2, 3], max_new_tokens=6).ids == expected.ids
 
 
+def test_few_graphs_are_kept(monkeypatch):
+    """A graph has memory of its own, and every temperature a graph: the oldest go."""
+    target, _, _ = make("float16", SMALL)
+    model = build(target, None, compile=True)
+    monkeypatch.setattr(model, "_run_twice", lambda batch, sampling: model.state(batch))
+    monkeypatch.setattr(generator_module, "Replay", lambda round, state: object())
+    for step in range(9):
+        model.warm_up(1, Sampling(0.1 * step))
+    kept = [(1, Sampling(0.1 * step).shape()) for step in range(5, 9)]
+    assert list(model._replays) == kept and model._warm == set(kept)
+
+
 class Counted(TorchDispatchMode):
     """Counts what would stop the host or move data between host and device; nothing below our operators."""
 

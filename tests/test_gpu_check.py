@@ -105,4 +105,4 @@ def test_a_part_that_crashes_loses_no_other(tmp_path):
 
 def test_a_part_that_hangs_is_ended(tmp_path):
     code, parts = faulty(tmp_path, HANG, "correct", "--patience", 0.2)
-    assert code == 1 and parts["correct"]["result"] == "ended after 16 s" and not parts["correct"]["good"]
+    assert code == 1 and parts["correct"]["result"].startswith("ended after") and not parts["correct"]["good"]
