@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fastea.cache import KVCache
 from fastea.drafters import Draft
-from fastea.drafters.eagle import extend
+from fastea.drafters.eagle import HeadDrafter
 from fastea.eagle import DraftHead
 from fastea.kernels.noise import gumbel
 from fastea.sampling import PICK, noise_key
@@ -14,7 +13,7 @@ from fastea.state import DecodeState
 from fastea.tree import DynamicTree, best_nodes
 
 
-class DynamicEagleDrafter:
+class DynamicEagleDrafter(HeadDrafter):
     """A level at a time: the `width` best nodes of the level above are run through the head, each gets its `width`
     likeliest children, and all these are candidates; the best of all levels are verified.
 
@@ -24,27 +23,17 @@ class DynamicEagleDrafter:
     that noise, children are the likeliest at every temperature.
     """
 
-    name = "eagle"
-
     def __init__(self, head: DraftHead, tree: DynamicTree, rejection: bool = False):
-        self.head, self.module, self.rejection = head, head, rejection
-        self.ids = head.ids
+        super().__init__(head, rejection)
         self.tree = tree.fitted(len(self.ids))
-
-    def new_cache(self, batch: int, max_seq_len: int, device: str | None = None) -> KVCache | None:
-        return self.head.new_cache(batch, max_seq_len, device, self.tree.draft_rows)
-
-    def prefill(self, tokens: torch.Tensor, features: torch.Tensor, start: torch.Tensor, cache: KVCache | None) -> None:
-        assert cache is not None
-        positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        self.head(tokens, features, positions, start, None, 0, cache)
+        self.draft_rows = self.tree.draft_rows
 
     def propose(self, state: DecodeState) -> Draft:
         tree, head, cache = self.tree, self.head, state.draft_cache
         assert cache is not None
         batch, width, device = len(state.root), tree.width, state.root.device
         steps = torch.arange(width, device=device)
-        hidden = extend(head, state)
+        hidden = self.extend(state)
         values, ids = self._children(hidden, state, 1)  # [B, 1, K]
         frontier, score, token = steps.expand(batch, -1), values[:, 0], ids[:, 0]  # candidates, their scores, tokens
         scores, tokens, parents = [score], [token], [torch.full_like(frontier, -1)]

@@ -1,10 +1,10 @@
-"""Drafting with an EAGLE-1 head on a static tree."""
+"""Drafting with an EAGLE head; on a static tree."""
 
 from __future__ import annotations
 
 import torch
 
-from fastea.cache import KVCache
+from fastea.cache import TREE_SLACK, KVCache
 from fastea.drafters import Draft
 from fastea.eagle import DraftHead
 from fastea.kernels.noise import gumbel
@@ -13,18 +13,35 @@ from fastea.state import DecodeState
 from fastea.tree import Tree
 
 
-def extend(head: DraftHead, state: DecodeState) -> torch.Tensor:
-    """Run the rows that the last round accepted, with the target's true features; the root's predicted feature
-    [B, 1, h]."""
-    assert state.draft_cache is not None
-    start = state.length - state.count  # rows before it are made of true features already
-    positions = start[:, None] + torch.arange(state.emitted.shape[1], device=start.device)
-    out = head(state.emitted, state.features, positions, start, None, 0, state.draft_cache)
-    last = (state.count - 1).clamp(min=0)[:, None, None].expand(-1, -1, out.shape[2])
-    return out.gather(1, last)
+class HeadDrafter:
+    """What drafting with a head always needs. draft_rows: rows of the draft cache that one tree takes."""
+
+    name = "eagle"
+    draft_rows = TREE_SLACK
+
+    def __init__(self, head: DraftHead, rejection: bool):
+        self.head, self.module, self.ids, self.rejection = head, head, head.ids, rejection
+
+    def new_cache(self, batch: int, max_seq_len: int, device: str | None = None) -> KVCache | None:
+        return self.head.new_cache(batch, max_seq_len, device, self.draft_rows)
+
+    def prefill(self, tokens: torch.Tensor, features: torch.Tensor, start: torch.Tensor, cache: KVCache | None) -> None:
+        assert cache is not None
+        positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        self.head(tokens, features, positions, start, None, 0, cache)
+
+    def extend(self, state: DecodeState) -> torch.Tensor:
+        """Run the rows that the last round accepted, with the target's true features; the head's output for the root
+        [B, 1, h]."""
+        assert state.draft_cache is not None
+        start = state.length - state.count  # rows before it are made of true features already
+        positions = start[:, None] + torch.arange(state.emitted.shape[1], device=start.device)
+        out = self.head(state.emitted, state.features, positions, start, None, 0, state.draft_cache)
+        last = (state.count - 1).clamp(min=0)[:, None, None].expand(-1, -1, out.shape[2])
+        return out.gather(1, last)
 
 
-class EagleDrafter:
+class EagleDrafter(HeadDrafter):
     """Each round: one extend forward over the rows accepted last, with the target's true features, then one forward
     a level over the nodes that have children. Rows of the draft cache made from predicted features are overwritten.
 
@@ -33,26 +50,15 @@ class EagleDrafter:
     from noise of their own.
     """
 
-    name = "eagle"
-
     def __init__(self, head: DraftHead, tree: Tree, rejection: bool = False, by_noise: bool = True):
-        self.head, self.module, self.tree = head, head, tree
-        self.rejection, self.by_noise = rejection, by_noise
-        self.ids = head.ids
-
-    def new_cache(self, batch: int, max_seq_len: int, device: str | None = None) -> KVCache | None:
-        return self.head.new_cache(batch, max_seq_len, device)
-
-    def prefill(self, tokens: torch.Tensor, features: torch.Tensor, start: torch.Tensor, cache: KVCache | None) -> None:
-        assert cache is not None
-        positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        self.head(tokens, features, positions, start, None, 0, cache)
+        super().__init__(head, rejection)
+        self.tree, self.by_noise = tree, by_noise
 
     def propose(self, state: DecodeState) -> Draft:
         tree, head, cache = self.tree, self.head, state.draft_cache
         assert cache is not None
         batch, start = len(state.root), state.length
-        hidden = extend(head, state)
+        hidden = self.extend(state)
         tokens = state.root[:, None].repeat(1, len(tree))
         probs: torch.Tensor | None = None
         if self.rejection and not state.sampling.greedy:
