@@ -49,9 +49,41 @@ class Linear(nn.Module):
         return _plain(self.weight[ids])
 
 
-class PackedLinear(Linear):
-    """A linear layer over what its device reads fastest (`fastea.kernels.packed`). dtype: the activation's; half:
-    weights in fp16 under fp32 activations."""
+class LaidOutLinear(Linear):
+    """A linear layer over tensors in a device's own layout, by name. dtype: the activation's."""
+
+    def __init__(
+        self, shape: tuple[int, int], bias: nn.Parameter | None, dtype: torch.dtype, tensors: dict[str, torch.Tensor]
+    ):
+        nn.Module.__init__(self)
+        self.outputs, self.inputs = shape
+        self.bias, self.dtype = bias, dtype
+        self._keep(tensors)
+
+    def _keep(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.names = list(tensors)
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    @property
+    def layout(self) -> dict[str, torch.Tensor]:
+        return {name: self.get_buffer(name) for name in self.names}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.outputs, self.inputs
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] -> [M, K] as kernels read it: x may be a part of wider rows."""
+        return x.reshape(-1, self.inputs).contiguous()
+
+    def share(self, weight: torch.Tensor) -> None:
+        if "matrix" in self.names and torch.equal(self.get_buffer("matrix"), weight):
+            self._keep({"matrix": weight.detach()})
+
+
+class PackedLinear(LaidOutLinear):
+    """Over what a CPU reads fastest (`fastea.kernels.packed`). half: weights in fp16 under fp32 activations."""
 
     def __init__(
         self,
@@ -61,20 +93,10 @@ class PackedLinear(Linear):
         device: str,
         half: bool = False,
     ):
-        nn.Module.__init__(self)
-        self.outputs, self.inputs = int(weight.shape[0]), int(weight.shape[1])
-        self.dtype, self.bias, self.half_weight = dtype, bias, half
+        tensors = {name: t.to(device) for name, t in packed.layout(weight, dtype, device, half).items()}
+        super().__init__((int(weight.shape[0]), int(weight.shape[1])), bias, dtype, tensors)
+        self.half_weight = half
         self.scheme = weight.scheme if isinstance(weight, QuantizedWeight) else None
-        self._keep({name: t.to(device) for name, t in packed.layout(weight, dtype, device, half).items()})
-
-    def _keep(self, tensors: packed.Layout) -> None:
-        self.names = list(tensors)
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor, persistent=False)
-
-    @property
-    def layout(self) -> packed.Layout:
-        return {name: self.get_buffer(name) for name in self.names}
 
     @property
     def hidden_bytes(self) -> int:
@@ -82,16 +104,8 @@ class PackedLinear(Linear):
         return packed.hidden_bytes(self.layout, self.outputs, self.inputs)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        y = packed.product(x.reshape(-1, self.inputs), self.layout, self.outputs).reshape(*x.shape[:-1], self.outputs)
+        y = packed.product(self.rows(x), self.layout, self.outputs).reshape(*x.shape[:-1], self.outputs)
         return y if self.bias is None else y + self.bias
-
-    def share(self, weight: torch.Tensor) -> None:
-        if "matrix" in self.names and torch.equal(self.get_buffer("matrix"), weight):
-            self._keep({"matrix": weight.detach()})
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.outputs, self.inputs
 
     def probe(self) -> tuple[Product, torch.Tensor]:
         matrix, rows = cancelling(*self.shape)
@@ -107,10 +121,8 @@ class PackedLinear(Linear):
         if "matrix" in rows:
             return _plain(rows["matrix"])
         part = PackedLinear.__new__(PackedLinear)
-        nn.Module.__init__(part)
-        part.outputs, part.inputs, part.dtype, part.bias = len(ids), self.inputs, self.dtype, None
+        LaidOutLinear.__init__(part, (len(ids), self.inputs), None, self.dtype, rows)
         part.half_weight, part.scheme = self.half_weight, self.scheme
-        part._keep(rows)
         return part
 
 

@@ -14,7 +14,7 @@ from fastea.kernels import packed as layouts
 from fastea.kernels.rows import find_row_sizes, product_rows
 from fastea.linear import PackedLinear
 from fastea.memory import tensor_bytes
-from fastea.quantize.forms import QuantizedWeight, Scheme, nearest, packed
+from fastea.quantize.forms import SCHEMES, QuantizedWeight, Scheme, nearest, packed
 from fastea.quantize.gptq import gptq
 from fastea.quantize.imports import foreign, from_foreign, from_gguf_blocks
 
@@ -288,3 +288,16 @@ def test_blocks_of_a_float_weight(shape):
     alone = torch.cat([product_rows(layer.product, x[0, i : i + 1], sizes) for i in range(32)])
     for count in range(1, 33):
         assert torch.equal(product_rows(layer.product, x[0, :count], sizes), alone[:count])
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype"), [(Scheme(8), torch.bfloat16), (SCHEMES["int4"], torch.bfloat16), (None, torch.float32)]
+)
+def test_rows_may_be_parts_of_wider_rows(scheme, dtype):
+    """An EAGLE-3 head and the LM head read parts of the target's features."""
+    torch.manual_seed(5)
+    weight = torch.randn(80, 64)
+    layer = PackedLinear(nearest(weight, scheme) if scheme else weight, None, dtype, "cpu")
+    wide = torch.randn(2, 5, 200).to(dtype)
+    for part in (wide[..., :64], wide[..., 100:164]):
+        assert torch.equal(layer(part), layer(part.contiguous()))
