@@ -6,7 +6,7 @@ into a draft token. Row (f_i, t_{i+1}) has position i. One LLaMA layer without i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,9 @@ from torch import nn
 
 from fastea.cache import TREE_SLACK, KVCache
 from fastea.config import ModelConfig, rope_table
+from fastea.kernels.attention import attend
 from fastea.linear import Linear
-from fastea.llama import DecoderLayer, Llama
+from fastea.llama import DecoderLayer, Llama, RMSNorm
 from fastea.quantized import Quantizer
 
 
@@ -28,6 +29,7 @@ class DraftHead(nn.Module):
     rope: torch.Tensor
     embed_weight: torch.Tensor
     layer: DecoderLayer
+    lm: Linear
 
     def __init__(self, config: ModelConfig, draft_ids: torch.Tensor | None):
         super().__init__()
@@ -72,11 +74,39 @@ class DraftHead(nn.Module):
 
         Writes cache rows start + offset + r; words (or lists) as in `fastea.kernels.attention.attend`.
         """
-        raise NotImplementedError
+        residual, given = self.read(tokens, features)
+        return self.run(residual, given, positions, start, words, offset, cache)
+
+    def read(self, tokens: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layer adds to [B, R, h], and what its attention reads [B, R, ...]."""
+        raise NotImplementedError  # each kind of head has its own
+
+    def run(
+        self,
+        residual: torch.Tensor,
+        given: torch.Tensor,
+        positions: torch.Tensor,
+        start: torch.Tensor,
+        words: torch.Tensor | None,
+        offset: int,
+        cache: KVCache,
+    ) -> torch.Tensor:
+        """The layer: [B, R, h]."""
+        q, k, v = self.layer.project(given, self.rope[positions])
+        mixed = attend(q, k, v, cache.keys[0], cache.values[0], start, words, offset, False)
+        return self.layer.finish(residual, mixed)
+
+    def normed(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """[..., h] -> [..., h]."""
+        return cast(torch.Tensor, norm(x))
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        """The LM head's input [..., h] -> fp32 [..., Vd]."""
+        return self.lm(x).float()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What `forward` returned [..., h] -> fp32 logits over the draft vocabulary [..., Vd]."""
-        raise NotImplementedError
+        return self.scores(hidden)
 
     def top(self, scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The `count` best of the draft vocabulary, best first. [..., Vd] -> values and indices [..., count]."""
@@ -99,22 +129,10 @@ class EagleHead(DraftHead):
     def bind(self, target: Llama, max_seq_len: int) -> None:
         """Also share the target's LM head (its draft vocabulary's rows, copied once)."""
         super().bind(target, max_seq_len)
-        self.lm: Linear = target.lm_head if self.draft_ids is None else target.lm_head.subset(self.draft_ids)
+        self.lm = target.lm_head if self.draft_ids is None else target.lm_head.subset(self.draft_ids)
         if self.quantizer and self.quantizer.packs and type(self.lm) is Linear:
             self.quantizer.place(self, "lm.weight", self.lm.weight)
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        start: torch.Tensor,
-        words: torch.Tensor | None,
-        offset: int,
-        cache: KVCache,
-    ) -> torch.Tensor:
+    def read(self, tokens: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.fc(torch.cat((F.embedding(tokens, self.embed_weight), features), dim=-1))
-        return self.layer(x, self.rope[positions], cache.keys[0], cache.values[0], start, words, offset, None)
-
-    def logits(self, features: torch.Tensor) -> torch.Tensor:
-        return self.lm(features).float()
+        return x, x

@@ -11,10 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastea.cache import KVCache
 from fastea.config import ModelConfig
 from fastea.eagle import DraftHead
-from fastea.kernels.attention import attend
 from fastea.linear import Linear
 from fastea.llama import DecoderLayer, Llama, RMSNorm
 
@@ -74,22 +72,11 @@ class Eagle3Head(DraftHead):
             return features
         return self.fc(features[..., self.target_size :])
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        start: torch.Tensor,
-        words: torch.Tensor | None,
-        offset: int,
-        cache: KVCache,
-    ) -> torch.Tensor:
+    def read(self, tokens: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         layer, state = self.layer, self.state(features)
-        normed = layer.hidden_norm(state)
-        pair = torch.cat((layer.embed_norm(F.embedding(tokens, self.embed_weight)), normed), -1)
-        q, k, v = layer.project(pair, self.rope[positions])
-        mixed = attend(q, k, v, cache.keys[0], cache.values[0], start, words, offset, False)
-        return layer.finish(normed if layer.normed_residual else state, mixed)
+        normed = self.normed(state, layer.hidden_norm)
+        embedded = self.normed(F.embedding(tokens, self.embed_weight), layer.embed_norm)
+        return normed if layer.normed_residual else state, torch.cat((embedded, normed), -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lm(self.norm(hidden)).float()
+        return self.scores(self.normed(hidden, self.norm))

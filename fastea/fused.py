@@ -72,38 +72,45 @@ class FusedLlama(Llama):
         run: Callable[..., torch.Tensor] | None = None,
     ) -> torch.Tensor:
         residual, pending = F.embedding(tokens, self.embed.weight).flatten(0, 1), None
-        inputs = []
-        for module, k, v in zip(self.layers, cache.keys, cache.values, strict=True):
+        states = {}
+        for i, (module, k, v) in enumerate(zip(self.layers, cache.keys, cache.values, strict=True)):
             layer = cast(DecoderLayer, module)
             norm = cast(RMSNorm, layer.attn_norm)
             residual, normed = add_norm(pending, residual, norm.weight, norm.eps)
-            inputs.append(residual)
+            if i in self.taps:
+                states[i] = residual
             residual, pending = run_layer(layer, residual, normed, self.rope, positions, k, v, start, words, 0)
         residual, final = add_norm(pending, residual, self.norm.weight, self.norm.eps)
-        return self.features(final, [*inputs, residual]).view(*tokens.shape, -1)
+        return self.features(final, states | {len(self.layers): residual}).view(*tokens.shape, -1)
 
     def logits(self, features: torch.Tensor, row_sizes: tuple[int, ...] | None = None) -> torch.Tensor:
-        final = features[..., : self.config.hidden_size].contiguous()
-        return cast(TritonLinear, self.lm_head).product(final, torch.float32)
+        return cast(TritonLinear, self.lm_head).product(features[..., : self.config.hidden_size], torch.float32)
 
 
 class FusedHead(DraftHead):
-    """What the kernels do alike for every head."""
+    """A head's layer, norms and products over the kernels."""
 
     def run(
         self,
         residual: torch.Tensor,
-        normed: torch.Tensor,
+        given: torch.Tensor,
         positions: torch.Tensor,
         start: torch.Tensor,
         words: torch.Tensor | None,
         offset: int,
         cache: KVCache,
     ) -> torch.Tensor:
-        """The layer, whole: [M, h] -> [B, R, h]."""
-        k, v = cache.keys[0], cache.values[0]
-        residual, pending = run_layer(self.layer, residual, normed, self.rope, positions, k, v, start, words, offset)
-        return add(pending, residual, None, residual.shape[1], residual.dtype).view(*positions.shape, -1)
+        added, pending = run_layer(
+            self.layer, residual.flatten(0, 1), given.flatten(0, 1), self.rope, positions,
+            cache.keys[0], cache.values[0], start, words, offset,
+        )  # fmt: skip
+        return add(pending, added, None, added.shape[1], added.dtype).view_as(residual)
+
+    def normed(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        return cast(torch.Tensor, add_norm(None, x.flatten(0, -2), norm.weight, norm.eps)[1]).view_as(x)
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(TritonLinear, self.lm).product(x, torch.float32)
 
     def top(self, scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         values, ids = top_children(scores.flatten(0, 1), count)
@@ -113,50 +120,9 @@ class FusedHead(DraftHead):
 class FusedEagleHead(FusedHead, EagleHead):
     """The EAGLE-1 head."""
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        start: torch.Tensor,
-        words: torch.Tensor | None,
-        offset: int,
-        cache: KVCache,
-    ) -> torch.Tensor:
-        x = self.fc(torch.cat((F.embedding(tokens, self.embed_weight), features), dim=-1)).flatten(0, 1)
-        return self.run(x, x, positions, start, words, offset, cache)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return cast(TritonLinear, self.lm).product(hidden, torch.float32)
-
 
 class FusedEagle3Head(FusedHead, Eagle3Head):
     """The EAGLE-3 head."""
-
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        start: torch.Tensor,
-        words: torch.Tensor | None,
-        offset: int,
-        cache: KVCache,
-    ) -> torch.Tensor:
-        layer, state = self.layer, self.state(features).flatten(0, 1)
-        embedded = F.embedding(tokens, self.embed_weight).flatten(0, 1)
-        normed = _normed(state, layer.hidden_norm)
-        pair = torch.cat((_normed(embedded, layer.embed_norm), normed), -1)
-        return self.run(normed if layer.normed_residual else state, pair, positions, start, words, offset, cache)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        normed = _normed(hidden.flatten(0, -2), self.norm).view_as(hidden)
-        return cast(TritonLinear, self.lm).product(normed, torch.float32)
-
-
-def _normed(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-    """[M, h] -> [M, h]."""
-    return cast(torch.Tensor, add_norm(None, x, norm.weight, norm.eps)[1])
 
 
 class FusedRound(Round):

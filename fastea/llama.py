@@ -139,19 +139,20 @@ class Llama(nn.Module):
         """
         x = self.embed(tokens)
         rope = self.rope[positions]
-        inputs = []
-        for layer, k, v in zip(self.layers, cache.keys, cache.values, strict=True):
-            inputs.append(x)
+        states = {}
+        for i, (layer, k, v) in enumerate(zip(self.layers, cache.keys, cache.values, strict=True)):
+            if i in self.taps:
+                states[i] = x
             x = run(layer, x, rope, k, v, start, words, 0, row_sizes)
-        return self.features(self.norm(x), [*inputs, x])
+        return self.features(self.norm(x), states | {len(self.layers): x})
 
     @property
     def feature_size(self) -> int:
         return self.config.hidden_size * (1 + len(self.taps))
 
-    def features(self, final: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
-        """final: [..., h]; inputs: of every layer, and the last one's output -> [..., feature_size]."""
-        return torch.cat((final, *(inputs[i] for i in self.taps)), -1) if self.taps else final
+    def features(self, final: torch.Tensor, states: dict[int, torch.Tensor]) -> torch.Tensor:
+        """final: [..., h]; states: inputs of the tapped layers, and the last one's output -> [..., feature_size]."""
+        return torch.cat((final, *(states[i] for i in self.taps)), -1) if self.taps else final
 
     def logits(self, features: torch.Tensor, row_sizes: tuple[int, ...] | None = None) -> torch.Tensor:
         """features: [..., feature_size] -> fp32 logits [..., vocab]."""
