@@ -50,8 +50,7 @@ class KVCache:
     def compact(self, start: torch.Tensor, source: torch.Tensor) -> None:
         """Move accepted tree rows into place: row start + source[:, j] -> row start + j.
 
-        start: [B] first tree row; source: [B, J] tree slots in increasing order with source[:, j] >= j,
-        so that gathering before writing is free of hazards.
+        start: [B] first tree row; source: [B, J] tree slots with source[:, j] >= j: moved in order, none is lost.
         """
         if self.whole is not None:
             from fastea.kernels.compact import compact

@@ -294,10 +294,8 @@ class Run:
         self.stop_ids = frozenset() if ignore_eos else generator.stop_ids
         stops = [stop] if isinstance(stop, str) else list(stop)
         self.answers: list[Answer] = []
-        self.rooms: list[int] = []
         for ids in self.prompts:
             room = min(max_new_tokens, generator.max_seq_len - len(ids))
-            self.rooms.append(room)
             answer = Answer(generator.tokenizer, self.stop_ids, stops, room, ids)
             answer.output.seed = None if self.sampling.greedy else self.sampling.seed
             self.answers.append(answer)
@@ -327,7 +325,7 @@ class Run:
         state.owner = self
         for row, (ids, answer) in enumerate(zip(self.prompts, answers, strict=True)):
             begin = time.perf_counter()
-            first = generator.prefill(state, row, ids, self.rooms[row])
+            first = generator.prefill(state, row, ids, answer.limit)
             answer.output.prefill_s = time.perf_counter() - begin
             piece = answer.push([first])
             if answer.finished:

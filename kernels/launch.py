@@ -33,7 +33,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stage
         recorder(kernel, args, constants, warps, stages)
         return
     device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
-    with (
-        torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    ):  # Triton asks for the current
+    here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with here:  # Triton asks for the current device
         kernel[grid](*args, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
