@@ -7,6 +7,7 @@ a text is their concatenation read as UTF-8. So text can be cut anywhere and pie
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -95,7 +96,8 @@ class Tokenizer:
     def _replace_markers(self, text: str, by: dict[str, str]) -> str:
         return self._split.sub(lambda m: by[m[0]], text) if self._split else text
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    @functools.cached_property
+    def _compiled_template(self) -> Any:
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -106,9 +108,11 @@ class Tokenizer:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = raise_exception
+        return environment.from_string(self.template or "")
+
+    def _render(self, messages: Sequence[Message]) -> str:
         try:
-            template = environment.from_string(self.template or "")
-            return template.render(messages=messages, add_generation_prompt=True, **self.markers)
+            return str(self._compiled_template.render(messages=messages, add_generation_prompt=True, **self.markers))
         except Exception as error:  # a template is a program: it can fail in any way
             reason = " ".join(str(error).split())
             raise FasteaError(f"the chat template refuses these messages ({reason}); --raw works without it") from None
