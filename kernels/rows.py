@@ -26,24 +26,29 @@ def product_rows(product: Product, x: torch.Tensor, sizes: tuple[int, ...]) -> t
     return torch.cat(parts).view(*x.shape[:-1], -1)
 
 
-SPAN = 32  # inputs that are sure to share a scale
+SPAN = 32  # inputs that may share a quantized weight's scale
+LARGEST = 4.0  # a weight's size; every span has it in both signs, so that all scales are one
 
 
 def cancelling(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix [N, K] and rows [64, K] in fp32 whose products are zero but for rounding. What is left is decided by the
     order of the sum, and shows in 16 bits too, where the order of an ordinary sum is nearly always rounded away. Inputs
-    come in pairs of one weight and opposite values, in any places of a span, so that weights may be quantized."""
+    come in pairs of one weight and opposite values, as far apart as they fall, and of sizes so unlike that no partial
+    sum is exact; a quantized weight's pairs stay pairs."""
     generator = torch.Generator().manual_seed(0)
-    matrix, rows = (
-        torch.randn(outputs, inputs, generator=generator),
-        torch.randn(SIZES[-1], inputs, generator=generator),
-    )
-    for span in torch.arange(inputs).split(SPAN):
-        places = span[torch.randperm(len(span), generator=generator)]
-        half = len(span) // 2
-        matrix[:, places[half : 2 * half]] = matrix[:, places[:half]]
-        rows[:, places[half : 2 * half]] = -rows[:, places[:half]]
-        rows[:, places[2 * half :]] = 0
+    matrix = torch.randn(outputs, inputs, generator=generator).clamp(-LARGEST, LARGEST)
+    rows = torch.randn(SIZES[-1], inputs, generator=generator)
+    rows *= 2.0 ** torch.randint(-6, 7, rows.shape, generator=generator)
+    anchors = torch.arange(inputs) % SPAN
+    free = (anchors > 1).nonzero()[:, 0]
+    free = free[torch.randperm(len(free), generator=generator)]
+    half = len(free) // 2
+    matrix[:, free[half : 2 * half]] = matrix[:, free[:half]]
+    rows[:, free[half : 2 * half]] = -rows[:, free[:half]]
+    rows[:, free[2 * half :]] = 0
+    for place, size in ((0, LARGEST), (1, -LARGEST)):
+        matrix[:, anchors == place] = size
+        rows[:, anchors == place] = 0
     return matrix, rows
 
 
