@@ -214,7 +214,9 @@ _LAYER_PARTS = {
     "mlp.gate_proj": ("gate_up", 0, 2),
     "mlp.up_proj": ("gate_up", 1, 2),
     "mlp.down_proj": ("down", 0, 1),
+    "block_sparse_moe.gate": ("router", 0, 1),
 }
+_EXPERT_PARTS = {"w1": ("gate_up", 0, 2), "w3": ("gate_up", 1, 2), "w2": ("down", 0, 1)}  # of Mixtral
 _WHOLE = {"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "lm_head", "fc": "fc"}
 
 
@@ -224,17 +226,20 @@ def our_name(name: str) -> tuple[str, int, int] | None:
     if stem in _WHOLE:
         return f"{_WHOLE[stem]}.{kind}", 0, 1
     found = re.fullmatch(r"(?:model\.)?(layers\.\d+|layer)\.(.+)", stem)  # "layer" is a head's only one
-    if found and found[2] in _LAYER_PARTS:
-        ours, part, count = _LAYER_PARTS[found[2]]
-        return f"{found[1]}.{ours}.{kind}", part, count
-    return None
+    if found is None:
+        return None
+    expert = re.fullmatch(r"block_sparse_moe\.experts\.(\d+)\.(w[123])", found[2])
+    ours, part, count = _EXPERT_PARTS[expert[2]] if expert else _LAYER_PARTS.get(found[2], ("", 0, 0))
+    where = f"{found[1]}.experts.{expert[1]}" if expert else found[1]
+    return (f"{where}.{ours}.{kind}", part, count) if ours else None
 
 
 def _named(ours: str, got: Collection[int]) -> str:
     """One of our parameters and, in brackets, Hugging Face's names of the parts of it that have not come."""
     stem = ours.rpartition(".")[0]
     parts = [name for name, part in _WHOLE.items() if part == stem]
-    parts += [name for name, (part, i, _) in _LAYER_PARTS.items() if stem.endswith(f".{part}") and i not in got]
+    known = _EXPERT_PARTS if ".experts." in stem else _LAYER_PARTS
+    parts += [name for name, (part, i, _) in known.items() if stem.endswith(f".{part}") and i not in got]
     return f"{ours} ({', '.join(parts)})" if parts else ours
 
 

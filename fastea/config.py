@@ -53,11 +53,15 @@ class ModelConfig:
     dtype: torch.dtype = torch.float32
     qkv_bias: bool = False  # Qwen2
     qk_norm: bool = False  # Qwen3: queries and keys are normalised, a head at a time, before they are rotated
+    experts: int = 0  # Mixtral: MLPs of a layer, 0 = one for all rows
+    experts_per_token: int = 2
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
             shape = f"{self.num_heads} heads, {self.num_kv_heads} KV heads, head_dim {self.head_dim}"
             raise ValueError(f"{shape}: KV heads must divide the heads, head_dim must be even")
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise ValueError(f"{self.experts_per_token} of {self.experts} experts a token")
 
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -76,9 +80,10 @@ _FAMILIES: dict[str, dict[str, bool]] = {
     "MistralForCausalLM": {},
     "Qwen2ForCausalLM": {"qkv_bias": True},
     "Qwen3ForCausalLM": {"qk_norm": True},
+    "MixtralForCausalLM": {},
 }
 _TYPES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}  # model_type, where no architecture is named
-_TYPES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_TYPES |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM"}
 
 
 def ids_of(value: Any) -> tuple[int, ...]:
@@ -121,6 +126,8 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
             tied=bool(raw.get("tie_word_embeddings", False)),
             eos_ids=ids_of(raw.get("eos_token_id")),
             dtype=_DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")), torch.float32),
+            experts=int(raw["num_local_experts"]) if names[0] == _TYPES["mixtral"] else 0,
+            experts_per_token=int(raw.get("num_experts_per_tok") or 2),
             **family,
         )
     except KeyError as missing:
@@ -168,7 +175,7 @@ def _own(config: ModelConfig) -> dict[str, bool]:
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The config.json that `config_from_hf` reads as this configuration."""
-    kind = next(t for t, name in _TYPES.items() if _FAMILIES[name] == _own(config))
+    kind = "mixtral" if config.experts else next(t for t, n in _TYPES.items() if _FAMILIES[n] == _own(config))
     raw: dict[str, Any] = {
         "architectures": [_TYPES[kind]],
         "model_type": kind,
@@ -185,6 +192,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tied,
         "eos_token_id": list(config.eos_ids),
     }
+    if config.experts:
+        raw |= {"num_local_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
     if scaling := config.rope_scaling:
         raw["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
         raw["max_position_embeddings"] = scaling.original_max_position

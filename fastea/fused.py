@@ -20,7 +20,7 @@ from fastea.kernels.rope import rope_write
 from fastea.kernels.topk import top_children
 from fastea.kernels.tree_attention import tree_attention
 from fastea.kernels.walk import accept_walk
-from fastea.llama import DecoderLayer, Llama, RMSNorm
+from fastea.llama import DecoderLayer, Expert, Llama, MixtureLayer, RMSNorm
 from fastea.round import Outcome, Round
 from fastea.sampling import PICK, noise_key
 from fastea.state import DecodeState
@@ -41,7 +41,7 @@ def run_layer(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One layer for M = B x R rows. residual: [M, h]; normed: [M, ...] what its attention reads. Returns the residual
     after attention, and the parts of what the MLP still adds to it."""
-    qkv, o, gate_up, down = (cast(TritonLinear, part) for part in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    qkv, o = cast(TritonLinear, layer.qkv), cast(TritonLinear, layer.o)
     norms = [None if norm is None else norm.weight for norm in (layer.q_norm, layer.k_norm)]
     q = rope_write(
         qkv.partials(normed), qkv.bias, rope, positions, k_cache, v_cache, start, offset, layer.heads,
@@ -49,7 +49,20 @@ def run_layer(
     )  # [B, R, H, D]  # fmt: skip
     mixed = tree_attention(q, k_cache, v_cache, start, visible).flatten(2)
     residual, normed = add_norm(o.partials(mixed), residual, layer.mlp_norm.weight, layer.mlp_norm.eps)
-    return residual, down.partials(silu_mul(gate_up.partials(normed), down.inputs, residual.dtype))
+    if not isinstance(layer, MixtureLayer):
+        return residual, mlp_partials(layer, normed)
+    shares = layer.shares(cast(TritonLinear, layer.router).product(normed, torch.float32))
+    total = torch.zeros_like(normed, dtype=torch.float32)
+    for i, expert in enumerate(layer.experts):
+        share, parts = shares[:, i : i + 1], mlp_partials(cast(Expert, expert), normed)
+        total = total + torch.where(share > 0, share * add(parts, None, None, total.shape[1], total.dtype), 0)
+    return residual, total[None]
+
+
+def mlp_partials(part: DecoderLayer | Expert, normed: torch.Tensor) -> torch.Tensor:
+    """A gated MLP for M rows, [M, h] -> the parts of its product."""
+    gate_up, down = cast(TritonLinear, part.gate_up), cast(TritonLinear, part.down)
+    return down.partials(silu_mul(gate_up.partials(normed), down.inputs, normed.dtype))
 
 
 class FusedLlama(Llama):

@@ -7,6 +7,7 @@ or a draft tree) and returns the states after the final norm, which the LM head 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,13 @@ def gated(gate: torch.Tensor, up: torch.Tensor, by_row: bool) -> torch.Tensor:
     return torch.stack([F.silu(g) * u for g, u in rows]).view(gate.shape)
 
 
+def gated_mlp(part: DecoderLayer | Expert, x: torch.Tensor, row_sizes: tuple[int, ...] | None) -> torch.Tensor:
+    """down(silu(gate) * up), [..., h] -> [..., h]."""
+    gate, up = part.gate_up(x, row_sizes).chunk(2, dim=-1)
+    y: torch.Tensor = part.down(gated(gate, up, by_row=row_sizes is not None), row_sizes)
+    return y
+
+
 class DecoderLayer(nn.Module):
     """Attention and gated MLP with residuals. input_norm=False is EAGLE-1's layer."""
 
@@ -73,8 +81,10 @@ class DecoderLayer(nn.Module):
     def finish(self, x: torch.Tensor, mixed: torch.Tensor, row_sizes: tuple[int, ...] | None = None) -> torch.Tensor:
         """x: [..., h] residual; mixed: [..., H, D] attention output -> [..., h]."""
         x = x + self.o(mixed.flatten(-2), row_sizes)
-        gate, up = self.gate_up(self.mlp_norm(x), row_sizes).chunk(2, dim=-1)
-        return x + self.down(gated(gate, up, by_row=row_sizes is not None), row_sizes)
+        return x + self.mlp(self.mlp_norm(x), row_sizes)
+
+    def mlp(self, x: torch.Tensor, row_sizes: tuple[int, ...] | None) -> torch.Tensor:
+        return gated_mlp(self, x, row_sizes)
 
     def forward(
         self,
@@ -90,6 +100,44 @@ class DecoderLayer(nn.Module):
         q, k, v = self.project(x, rope, row_sizes)
         mixed = attend(q, k, v, k_cache, v_cache, start, words, offset, row_sizes is not None)
         return self.finish(x, mixed, row_sizes)
+
+
+class Expert(nn.Module):
+    """One gated MLP of several."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size)
+        self.down = Linear(config.intermediate_size, config.hidden_size)
+
+
+class MixtureLayer(DecoderLayer):
+    """Mixtral's layer: a router gives each row the MLPs of its best experts (arXiv 2401.04088, section 2.1).
+
+    Every expert runs over every row, so that the shapes never change, and counts where it was chosen: a verified tree
+    needs nearly all of them anyway; a plain step reads four times the weights that it needs.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        del self.gate_up, self.down
+        self.chosen = config.experts_per_token
+        self.router = Linear(config.hidden_size, config.experts)
+        self.experts = nn.ModuleList(Expert(config) for _ in range(config.experts))
+
+    def shares(self, scores: torch.Tensor) -> torch.Tensor:
+        """Router scores [..., E] -> what each expert counts, 0 where it was not chosen, fp32 [..., E]."""
+        best = torch.softmax(scores.float(), -1).topk(self.chosen, dim=-1)
+        kept = best.values / best.values.sum(-1, keepdim=True)
+        return torch.zeros_like(scores, dtype=torch.float32).scatter(-1, best.indices, kept)
+
+    def mlp(self, x: torch.Tensor, row_sizes: tuple[int, ...] | None) -> torch.Tensor:
+        shares, total = self.shares(self.router(x, row_sizes)).to(x.dtype), torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            share = shares[..., i : i + 1]
+            # not share * y alone: an expert may overflow on rows that are not its own
+            total = total + torch.where(share > 0, share * gated_mlp(cast(Expert, expert), x, row_sizes), 0)
+        return total
 
 
 class Llama(nn.Module):
@@ -108,7 +156,8 @@ class Llama(nn.Module):
         empty = torch.empty(config.vocab_size, config.hidden_size)  # random weights, even of no device, import much
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, _weight=empty)
         self.embed.weight.requires_grad_(False)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        layer = MixtureLayer if config.experts else DecoderLayer
+        self.layers = nn.ModuleList(layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.rope_factors: torch.Tensor | None = None  # GGUF's per-frequency divisors

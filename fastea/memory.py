@@ -26,7 +26,8 @@ def check_weights_fit(config: ModelConfig, dtype: torch.dtype, quant: str | None
 def weights_estimate(config: ModelConfig, dtype: torch.dtype, quant: str | None) -> float:
     """Bytes of the target's weights: layers and LM head as they will be stored, the embedding in full."""
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    layers = config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+    mlp = 3 * config.hidden_size * config.intermediate_size * max(1, config.experts)
+    layers = config.num_layers * (attention + mlp)
     embedding = config.vocab_size * config.hidden_size
     full = dtype.itemsize
     head = 1 if quant else 0 if config.tied else full

@@ -22,7 +22,7 @@ from fastea.config import FasteaError, config_to_hf
 from fastea.demo import demo_model
 from fastea.gguf_vocabulary import save_gguf_vocabulary
 from fastea.loading import load
-from fastea.quantize.calibrate import PRODUCTS, quantize_layers
+from fastea.quantize.calibrate import products, quantize_layers
 from fastea.quantize.forms import SCHEMES, QuantizedWeight, Scheme
 from fastea.quantized import KEY, VERSION, Quantizer, Weight, entry_of
 from fastea.runtime import exit_code, note
@@ -119,7 +119,7 @@ def by_gptq(path: Path, scheme: Scheme, args: argparse.Namespace) -> dict[str, Q
     texts = calibration(generator, args.calibration, args.calibration_tokens)
     note(f"calibrating on {len(texts)} texts, {sum(map(len, texts))} tokens")
     model = generator.model
-    with tqdm(total=len(model.layers) * len(PRODUCTS), unit="weight", desc="gptq") as bar:
+    with tqdm(total=sum(len(products(layer)) for layer in model.layers), unit="weight", desc="gptq") as bar:
         return quantize_layers(model, texts, scheme, lambda: bar.update(1))
 
 

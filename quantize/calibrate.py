@@ -11,7 +11,10 @@ from fastea.cache import KVCache
 from fastea.quantize.forms import QuantizedWeight, Scheme
 from fastea.quantize.gptq import gptq
 
-PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer, in the order of computation
+
+def products(layer: torch.nn.Module) -> list[str]:
+    """Names of a layer's quantized products, in the order of computation."""
+    return [n for n, m in layer.named_modules() if hasattr(m, "product") and n != "router"]
 
 
 @torch.inference_mode()
@@ -37,8 +40,8 @@ def quantize_layers(
 
     done = {}
     for number, layer in enumerate(model.layers):
-        for name in PRODUCTS:
-            linear = getattr(layer, name)
+        for name in products(layer):
+            linear: Any = layer.get_submodule(name)
             moments = torch.zeros(linear.weight.shape[1], linear.weight.shape[1], dtype=torch.float64)
 
             def observe(_: Any, inputs: tuple[torch.Tensor, ...], moments: torch.Tensor = moments) -> None:

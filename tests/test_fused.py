@@ -115,7 +115,7 @@ def _stored(weight, quant, dtype):
     return nearest(weight.float(), SCHEMES[quant]).dequantized() if quant else weight.to(dtype)
 
 
-@pytest.mark.parametrize("more", [{"qkv_bias": True}, {"qk_norm": True}])
+@pytest.mark.parametrize("more", [{"qkv_bias": True}, {"qk_norm": True}, {"experts": 4}])
 def test_families(more):
     """Biases of q, k, v (Qwen2) and norms of q and k (Qwen3)."""
     target, _, plain = make("float16", 32, **more)

@@ -46,13 +46,15 @@ FAMILIES = {
     "Mistral": {"sliding_window": 4096},
     "Qwen2": {"use_sliding_window": False, "sliding_window": 64},
     "Qwen3": {"head_dim": 20},
+    "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
 }
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(tmp_path, name, tied):
-    """Mistral, Qwen2 (biases of q, k, v) and Qwen3 (norms of q and k) against transformers, as their folders come."""
+    """Mistral, Qwen2 (biases of q, k, v), Qwen3 (norms of q and k) and Mixtral (experts) against transformers, as their
+    folders come."""
     raw = {k: v for k, v in RAW.items() if k != "architectures"} | {"tie_word_embeddings": tied, "rope_theta": 1e6}
     raw |= FAMILIES[name] | {"model_type": name.lower(), "architectures": [f"{name}ForCausalLM"]}
     config = getattr(transformers, f"{name}Config").from_dict(deepcopy(raw))
