@@ -28,6 +28,7 @@ class DraftHead(nn.Module):
 
     rope: torch.Tensor
     embed_weight: torch.Tensor
+    fc: Linear
     layer: DecoderLayer
     lm: Linear
 
@@ -106,7 +107,11 @@ class DraftHead(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What `forward` returned [..., h] -> fp32 logits over the draft vocabulary [..., Vd]."""
-        return self.scores(hidden)
+        return self.scores(self.lm_input(hidden))
+
+    def lm_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What `forward` returned [..., h] as the LM head reads it."""
+        return hidden
 
     def top(self, scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The `count` best of the draft vocabulary, best first. [..., Vd] -> values and indices [..., count]."""

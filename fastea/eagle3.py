@@ -17,6 +17,11 @@ from fastea.linear import Linear
 from fastea.llama import DecoderLayer, Llama, RMSNorm
 
 
+def default_taps(layers: int) -> tuple[int, ...]:
+    """Layers whose inputs a head reads unless its configuration says otherwise: low, middle and high."""
+    return 2, layers // 2, layers - 3
+
+
 class PairLayer(DecoderLayer):
     """A layer whose attention reads [norm of the embedding, norm of the state] and adds to the state.
 
@@ -78,5 +83,5 @@ class Eagle3Head(DraftHead):
         embedded = self.normed(F.embedding(tokens, self.embed_weight), layer.embed_norm)
         return normed if layer.normed_residual else state, torch.cat((embedded, normed), -1)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.scores(self.normed(hidden, self.norm))
+    def lm_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.normed(hidden, self.norm)

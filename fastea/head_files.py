@@ -16,11 +16,12 @@ import torch
 from fastea.checkpoint import assign_tensors, find_weights, read_json, read_weights
 from fastea.config import FasteaError, ModelConfig, rope_settings
 from fastea.eagle import DraftHead, EagleHead
-from fastea.eagle3 import Eagle3Head
+from fastea.eagle3 import Eagle3Head, default_taps
 from fastea.llama import Llama
-from fastea.quantized import Quantizer
+from fastea.quantize.forms import SCHEMES, nearest
+from fastea.quantized import KEY, VERSION, Quantizer, Weights, entry_of, read_own
 
-State = dict[str, torch.Tensor]
+State = dict[str, Any]  # by name: tensors, and weights that are stored quantized
 
 # Settings that would change the maths, with the only value that is implemented.
 _FIXED = {"hidden_act": "silu", "norm_output": False, "norm_before_fc": False, "fc_norm": False}
@@ -38,7 +39,8 @@ def load_head(folder: str | Path, target: Llama, quantizer: Quantizer) -> DraftH
     if not folder.is_dir():
         raise FasteaError(f"{folder}: no such head; give a folder with config.json and weights")
     raw, state = read_json(folder / "config.json"), {}
-    for name, tensor in read_weights(find_weights(folder)):
+    tensors: Weights = read_weights(find_weights(folder))
+    for name, tensor in read_own(tensors, raw[KEY], str(folder)) if KEY in raw else tensors:
         for prefix in ("module.", "eagle.", "model."):
             name = name.removeprefix(prefix)
         name = name.replace("midlayer.", "layer.", 1).replace("layers.0.", "layer.", 1)
@@ -176,7 +178,7 @@ def _taps(raw: Mapping[str, Any], width: int, target: ModelConfig, where: str) -
     """Layers whose inputs the head reads. Configurations name inputs, or, where the list starts with 1, outputs."""
     layers, nested = target.num_layers, raw.get("eagle_config") or {}
     listed = raw.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
-    taps = tuple(int(i) for i in listed) if listed else (2, layers // 2, layers - 3)
+    taps = tuple(int(i) for i in listed) if listed else default_taps(layers)
     if listed and min(taps) == 1:
         taps = tuple(i + 1 for i in taps)
     if width != len(taps) * target.hidden_size:
@@ -195,38 +197,66 @@ def _checked_ids(ids: torch.Tensor | None, vocab: int, what: str) -> torch.Tenso
     return ids
 
 
-def save_head(head: EagleHead, folder: Path, card: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write config.json (published keys, our card under "fastea") and model.safetensors (published names)."""
+def save_head(
+    head: DraftHead,
+    folder: Path,
+    card: dict[str, Any],
+    dtype: torch.dtype = torch.bfloat16,
+    quant: str | None = None,
+) -> None:
+    """Write config.json (published keys, our card under "fastea") and model.safetensors (published names). quant:
+    "int8" rounds the layer's weights and the LM head's, one scale a row, not fc's, whose inputs differ much in
+    size; such a file is fastea's own."""
     from safetensors.torch import save_file
 
     c, layer = head.config, head.layer
     q, k, v = layer.qkv.weight.split([n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)])
     gate, up = layer.gate_up.weight.chunk(2)
-    tensors = {
-        "fc.weight": head.fc.weight,
-        "layers.0.self_attn.q_proj.weight": q,
-        "layers.0.self_attn.k_proj.weight": k,
-        "layers.0.self_attn.v_proj.weight": v,
-        "layers.0.self_attn.o_proj.weight": layer.o.weight,
-        "layers.0.mlp.gate_proj.weight": gate,
-        "layers.0.mlp.up_proj.weight": up,
-        "layers.0.mlp.down_proj.weight": layer.down.weight,
-        "layers.0.post_attention_layernorm.weight": layer.mlp_norm.weight,
+    where = "midlayer" if isinstance(head, Eagle3Head) else "layers.0"
+    linear = {
+        f"{where}.self_attn.q_proj": q,
+        f"{where}.self_attn.k_proj": k,
+        f"{where}.self_attn.v_proj": v,
+        f"{where}.self_attn.o_proj": layer.o.weight,
+        f"{where}.mlp.gate_proj": gate,
+        f"{where}.mlp.up_proj": up,
+        f"{where}.mlp.down_proj": layer.down.weight,
     }
+    others = {"fc.weight": head.fc.weight, f"{where}.post_attention_layernorm.weight": layer.mlp_norm.weight}
     if head.fc.bias is not None:
-        tensors["fc.bias"] = head.fc.bias
-    plain = {name: t.detach().to(dtype).contiguous() for name, t in tensors.items()}
-    if head.draft_ids is not None:
-        plain["draft_ids"] = head.draft_ids
+        others["fc.bias"] = head.fc.bias
+    if isinstance(head, Eagle3Head):
+        linear["lm_head"] = head.lm.weight
+        others |= {
+            f"{where}.input_layernorm.weight": head.layer.embed_norm.weight,
+            f"{where}.hidden_norm.weight": head.layer.hidden_norm.weight,
+            "norm.weight": head.norm.weight,
+        }
+    stored: dict[str, torch.Tensor] = {}
+    entries: dict[str, Any] = {}
+    for name, weight in linear.items():
+        if quant is None:
+            others[f"{name}.weight"] = weight
+            continue
+        rounded = nearest(weight.detach().float(), SCHEMES[quant])
+        entries[name] = entry_of(rounded)
+        stored |= {f"{name}.codes": rounded.codes, f"{name}.scale": rounded.scale}
+    stored |= {name: t.detach().to(dtype).contiguous() for name, t in others.items()}
+    if head.draft_ids is not None and isinstance(head, Eagle3Head):
+        ids = head.draft_ids.cpu()
+        stored["d2t"] = ids - torch.arange(len(ids))
+        stored["t2d"] = torch.isin(torch.arange(c.vocab_size), ids)
+    elif head.draft_ids is not None:
+        stored["draft_ids"] = head.draft_ids
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
-    write_config(head, folder, card)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    write_config(head, folder, card, entries)
 
 
-def write_config(head: EagleHead, folder: Path, card: dict[str, Any]) -> None:
-    """The head's config.json with its card."""
-    c = head.config
-    config = {
+def write_config(head: DraftHead, folder: Path, card: dict[str, Any], entries: dict[str, Any] | None = None) -> None:
+    """The head's config.json with its card. entries: the weights that are stored quantized; None: as they are there."""
+    c, path = head.config, folder / "config.json"
+    config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "num_hidden_layers": 1,
@@ -241,6 +271,12 @@ def write_config(head: EagleHead, folder: Path, card: dict[str, Any]) -> None:
         "max_position_embeddings": c.max_position,
         "bias": head.fc.bias is not None,
         "hidden_act": "silu",
-        "fastea": card,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    if isinstance(head, Eagle3Head):
+        config["draft_vocab_size"] = head.lm.shape[0]
+        config["eagle_aux_hidden_state_layer_ids"] = list(head.taps)
+    if entries is None and path.exists():
+        entries = read_json(path).get(KEY, {}).get("weights")
+    if entries:
+        config[KEY] = {"version": VERSION, "weights": entries}
+    path.write_text(json.dumps(config | {"fastea": card}, indent=1) + "\n", encoding="utf-8")

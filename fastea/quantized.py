@@ -23,8 +23,8 @@ _LM = ("lm_head", "lm")  # the target's, a drafting head's copy
 class Quantizer:
     """Places weights into a model. quant: "int8" or "int4" rounds linear weights that come in more bits; None leaves
     every weight as it comes. dtype: of weights that are not quantized, and of activations with the exception that
-    `fastea.kernels.packed.activation_dtype` makes. pack=False: weights in full precision stay plain matrices, for
-    training and quantizing. triton: for the Triton kernels.
+    `fastea.kernels.packed.activation_dtype` makes. pack=False: weights become plain matrices, those that are stored
+    quantized too, for training and quantizing. triton: for the Triton kernels.
 
     The LM head is int8 whatever the scheme, or in full precision; the embedding always is in full precision.
     """
@@ -34,6 +34,7 @@ class Quantizer:
             raise FasteaError(f"--quant {quant}: known are none, {' and '.join(SCHEMES)}")
         self.quant, self.device, self.triton = quant, device, triton
         self.dtype = dtype if triton else activation_dtype(dtype, device)
+        self.pack = pack
         self.half = self.dtype != dtype  # fp16 weights, fp32 activations
         on_cpu = not device.startswith("cuda")
         # whether unquantized weights change their form
@@ -48,10 +49,11 @@ class Quantizer:
         """A whole (fused) parameter in the form that it is to have."""
         stem, _, kind = name.rpartition(".")
         linear = kind == "weight" and isinstance(model.get_submodule(stem), Linear)
+        linear = linear and not stem.endswith(".router")  # tiny, and decides which experts a row meets
         scheme = self.lm_scheme if stem in _LM else self.scheme
         imported = isinstance(weight, QuantizedWeight)
         if isinstance(weight, QuantizedWeight):
-            if not linear or (stem in _LM and weight.scheme.bits == 4):
+            if not self.pack or not linear or (stem in _LM and weight.scheme.bits == 4):
                 weight = weight.dequantized(dtype=torch.float32 if linear else self.dtype)
         elif linear and scheme:
             weight = nearest(weight, scheme)

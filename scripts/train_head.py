@@ -1,6 +1,7 @@
-"""Train an EAGLE-1 head for a target model.
+"""Train an EAGLE-1 or EAGLE-3 head for a target model.
 
     python scripts/train_head.py --data answers.jsonl --out my-head
+    python scripts/train_head.py --kind eagle3 --draft-vocab 8192 --data answers.jsonl --out my-head
     python scripts/train_head.py --checkpoint FOLDER --data prompts.jsonl --out my-head --time-budget 60
 
 --data holds JSON lines with "prompt" and "answer" (optionally "finished", "looping"); lines without an answer are
@@ -22,6 +23,7 @@ import torch
 from fastea.checkpoint import fingerprint
 from fastea.config import FasteaError
 from fastea.demo import cache_folder, demo_model
+from fastea.eagle3 import Eagle3Head, default_taps
 from fastea.head_files import load_head, save_head, write_config
 from fastea.loading import load
 from fastea.quantized import Quantizer
@@ -30,7 +32,7 @@ from fastea.training.acceptance import measure
 from fastea.training.answers import write_answers
 from fastea.training.data import make_samples, read_lines
 from fastea.training.features import FeatureStore
-from fastea.training.train import Recipe, Trainer
+from fastea.training.train import INPUTS, RECIPES, Recipe, Trainer
 
 
 def arguments() -> argparse.Namespace:
@@ -41,6 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--work", type=Path, help="folder for answers, features and checkpoints (default: in the cache)"
     )
+    parser.add_argument("--run", type=Path, help="folder for the checkpoint and the log (default: run in --work)")
     parser.add_argument("--held-out", type=int, default=300, help="samples kept out of training (default 300)")
     parser.add_argument("--limit", type=int, help="use this many training samples at most")
     parser.add_argument("--max-len", type=int, default=384, help="longest sequence in tokens (default 384)")
@@ -54,13 +57,24 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--answer-batch", type=int, default=32, help="prompts answered together (default 32)")
     parser.add_argument("--answer-temperature", type=float, default=0.0, help="0 = greedy answers (default)")
     parser.add_argument("--acceptance-prompts", type=int, default=40, help="held-out prompts for the card (default 40)")
+    parser.add_argument("--save-quant", choices=["none", "int8"], default="none", help="how weights are stored")
     for item in fields(Recipe):
-        flag = f"--{item.name.replace('_', '-')}"
+        flag, words = f"--{item.name.replace('_', '-')}", f"default {item.default}"
+        choices = {"kind": list(RECIPES), "inputs": INPUTS}.get(item.name)
+        for kind, changes in RECIPES.items():
+            if item.name in changes:
+                words += f"; {changes[item.name]} for {kind}"
         if isinstance(item.default, bool):
             parser.add_argument(flag, action="store_true")
         else:
-            parser.add_argument(flag, type=type(item.default), default=item.default, help=f"default {item.default}")
+            parser.add_argument(flag, type=type(item.default), choices=choices, help=words)
     return parser.parse_args()
+
+
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """What was asked for over the defaults of the kind."""
+    asked = {item.name: getattr(args, item.name) for item in fields(Recipe)}
+    return Recipe(**(RECIPES[args.kind or "eagle1"] | {k: v for k, v in asked.items() if v is not None}))
 
 
 def main() -> int:
@@ -77,13 +91,22 @@ def train(args: argparse.Namespace) -> None:
             raise FasteaError(
                 f"--{name.replace('_', '-')} {getattr(args, name)} is not possible; it must be at least 1"
             )
+    recipe = recipe_of(args)
     work = args.work or cache_folder() / "training" / checkpoint.stem
     work.mkdir(parents=True, exist_ok=True)
     rows = answered(read_lines(args.data), checkpoint, work, args)
+    kind = "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
     generator = load(
-        checkpoint, head="none", drafter="none", max_seq_len=args.max_len, device="cpu", dtype="float32", pack=False
+        checkpoint, head="none", drafter="none", max_seq_len=args.max_len, device="cpu", dtype=kind, pack=False
     )
     model, tokenizer = generator.model, generator.tokenizer
+    init = load_head(args.init, model, Quantizer(None, torch.float32, "cpu", pack=False)) if args.init else None
+    if init and isinstance(init, Eagle3Head) != (recipe.kind == "eagle3"):
+        raise FasteaError(f"--init {args.init}: not a head of the kind {recipe.kind}")
+    if recipe.kind == "eagle3":
+        model.taps = init.taps if isinstance(init, Eagle3Head) else default_taps(model.config.num_layers)
+        if min(model.taps) < 2:
+            raise FasteaError(f"{checkpoint}: {model.config.num_layers} layers are too few for an EAGLE-3 head (5)")
     samples = make_samples(rows, tokenizer, args.system, args.max_len)
     if len(samples) < 2 * args.held_out:
         raise FasteaError(
@@ -93,9 +116,7 @@ def train(args: argparse.Namespace) -> None:
     store = FeatureStore(work / "train", samples[: -args.held_out], model)
     held.fill(model)
     store.fill(model, limit=args.limit)
-    recipe = Recipe(**{item.name: getattr(args, item.name) for item in fields(Recipe)})
-    init = load_head(args.init, model, Quantizer(None, torch.float32, "cpu", pack=False)) if args.init else None
-    trainer = Trainer(model, store, held, recipe, work / "run", args.limit, init)
+    trainer = Trainer(model, store, held, recipe, args.run or work / "run", args.limit, init)
     if args.resume and trainer.resume():
         print(f"resumed at step {trainer.step} of {trainer.total}", file=sys.stderr)
     trainer.run(args.time_budget * 60 if args.time_budget else None)
@@ -112,10 +133,10 @@ def train(args: argparse.Namespace) -> None:
         "steps": trainer.step,
         "seconds": round(trainer.seconds),
         "losses": {"feature": round(trainer.losses[0], 4), "token": round(trainer.losses[1], 4)},
-        "held_out_top": trainer.evaluate(),
+        "held_out": trainer.evaluate(),
     }
     head = trainer.finished()
-    save_head(head, args.out, card)
+    save_head(head, args.out, card, quant=None if args.save_quant == "none" else args.save_quant)
     plot(trainer.folder / "log.jsonl", args.out / "training.png")
     prompts = [r["prompt"] for r in rows if r.get("answer") and not r.get("looping")][-args.acceptance_prompts :]
     del generator
@@ -125,7 +146,7 @@ def train(args: argparse.Namespace) -> None:
         "temperature 0.8": measure(used_head, prompts, 96, system=args.system, temperature=0.8, seed=0),
     }
     write_config(head, args.out, card)
-    print(json.dumps({"held_out_top": card["held_out_top"], **card["acceptance"]}))
+    print(json.dumps({"held_out": card["held_out"], **card["acceptance"]}))
 
 
 def answered(
@@ -160,12 +181,13 @@ def plot(log: Path, out: Path) -> None:
     held = [e for e in entries if "held" in e]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     left.plot([e["step"] for e in losses], [e["token"] for e in losses], label="cross-entropy")
-    left.plot([e["step"] for e in losses], [e["feature"] for e in losses], label="SmoothL1 on features")
+    if any(e["feature"] for e in losses):
+        left.plot([e["step"] for e in losses], [e["feature"] for e in losses], label="SmoothL1 on features")
     left.set(xlabel="step", ylabel="training loss")
     left.legend()
-    for k in range(4):
-        right.plot([e["step"] for e in held], [e["held"]["top"][k] for e in held], label=f"top {k + 1}")
-    right.set(xlabel="step", ylabel="held-out share of target tokens", ylim=(0, 1))
+    for n in range(len(held[0]["held"]["alpha"])):
+        right.plot([e["step"] for e in held], [e["held"]["alpha"][n] for e in held], label=f"{n}-alpha")
+    right.set(xlabel="step", ylabel="held-out acceptance of a chain", ylim=(0, 1))
     right.legend()
     figure.tight_layout()
     figure.savefig(out, dpi=110)

@@ -9,19 +9,19 @@ from tqdm import tqdm
 
 from fastea.generator import Generator
 from fastea.round import Outcome
-from fastea.tree import DynamicTree, Tree
+from fastea.tree import AnyTree, Tree
 
 
 class AcceptanceTable:
     """Counts over rounds. For every node on an accepted path that has children, each child is one trial at its
-    (depth, rank), and the child that was accepted is a hit. Empty for dynamic trees, whose ranks are not recorded."""
+    (depth, rank), and the child that was accepted is a hit. Empty for trees that change: ranks are not recorded."""
 
-    def __init__(self, tree: Tree | DynamicTree):
+    def __init__(self, tree: AnyTree):
         self.tree = tree.to("cpu")
-        self.trials, self.hits = torch.zeros(2, tree.depth_max + 1, tree.width)
+        self.trials, self.hits = torch.zeros(2, tree.depth_max + 1, tree.width if isinstance(tree, Tree) else 0)
 
     def add(self, outcome: Outcome) -> None:
-        if isinstance(self.tree, DynamicTree):
+        if not isinstance(self.tree, Tree):
             return
         paths, counts = outcome.path.tolist(), outcome.count.tolist()
         for path, count in zip(paths, counts, strict=True):
@@ -35,7 +35,7 @@ class AcceptanceTable:
     def rates(self) -> list[list[float | None]]:
         """[depth - 1][rank] acceptance, None where the tree has no such child."""
         table: list[list[float | None]] = []
-        if isinstance(self.tree, DynamicTree):
+        if not isinstance(self.tree, Tree):
             return table
         for trials, hits in zip(self.trials[1:].tolist(), self.hits[1:].tolist(), strict=True):
             table.append([round(h / t, 4) if t else None for h, t in zip(hits, trials, strict=True)])

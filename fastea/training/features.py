@@ -1,7 +1,8 @@
-"""The target's features over training sequences, computed once and memory-mapped.
+"""The target's states over training sequences, computed once and memory-mapped.
 
-A store is a folder: `samples.json` (token ids, answer starts), `features.f16` (every sequence's rows, one after the
-other, [tokens, hidden] in fp16) and `done` (how many samples are filled). It resumes where it stopped.
+A store is a folder: `samples.sha256` (which sequences of which model), and for each kind of state a file of every
+sequence's rows, one after the other, [tokens, hidden] in fp16, with a count of the samples that are filled:
+`final.f16` after the final norm, `layer7.f16` before layer 7. It resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -9,89 +10,111 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 from fastea.checkpoint import fingerprint
-from fastea.llama import Llama
+from fastea.llama import DecoderLayer, Llama
 from fastea.training.data import Sample
 
 BLOCK = 256  # samples between two checkpoints
+LARGEST = 65504  # of fp16; residual streams may pass it at a few places
 
 
 class FeatureStore:
-    """Samples and their features. `features(i)`: [length, hidden] fp16 of sample i; len(): the filled samples.
-    shared: tokens that all samples start with."""
+    """Samples and their features, as the model hands them out: the final states, then those of its taps.
+    `features(i)`: [length, feature_size] fp16 of sample i; len(): the filled samples. shared: tokens that all samples
+    start with."""
 
     def __init__(self, folder: Path, samples: list[Sample], model: Llama):
         self.folder, self.samples = folder, samples
         hidden = model.config.hidden_size
         self.offsets = np.concatenate(([0], np.cumsum([len(s.tokens) for s in samples])))
+        self.names = ["final", *(f"layer{i}" for i in model.taps)]
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps([hidden, fingerprint(model), [[s.answer_start, *s.tokens] for s in samples]])
         self.shared = _common_prefix(samples)
         self.identity = hashlib.sha256(text.encode()).hexdigest()
-        stamp, data = folder / "samples.sha256", folder / "features.f16"
-        if not stamp.exists() or stamp.read_text() != self.identity or not data.exists():
-            self._mark(0)
+        stamp = folder / "samples.sha256"
+        if not stamp.exists() or stamp.read_text() != self.identity:
+            for old in (*folder.glob("*.f16"), *folder.glob("*.done")):
+                old.unlink()
             stamp.write_text(self.identity)
-            with data.open("wb") as f:
-                f.truncate(int(self.offsets[-1]) * hidden * 2)
-        self.data = np.memmap(data, dtype=np.float16, mode="r+", shape=(int(self.offsets[-1]), hidden))
+        shape = (int(self.offsets[-1]), hidden)
+        self.columns = []
+        for name in self.names:
+            path = folder / f"{name}.f16"
+            if not path.exists():
+                with path.open("wb") as f:
+                    f.truncate(shape[0] * hidden * 2)
+            self.columns.append(np.memmap(path, dtype=np.float16, mode="r+", shape=shape))
 
     def __len__(self) -> int:
-        return int((self.folder / "done").read_text())
+        done = [self.folder / f"{name}.done" for name in self.names]
+        return min(int(path.read_text()) if path.exists() else 0 for path in done)
 
     def _mark(self, done: int) -> None:
-        temporary = self.folder / "done.new"
-        temporary.write_text(str(done))
-        os.replace(temporary, self.folder / "done")
+        for name, column in zip(self.names, self.columns, strict=True):
+            column.flush()
+            temporary = self.folder / f"{name}.new"
+            temporary.write_text(str(done))
+            os.replace(temporary, self.folder / f"{name}.done")
 
     def features(self, index: int) -> torch.Tensor:
-        return torch.from_numpy(self.data[self.offsets[index] : self.offsets[index + 1]])
+        rows = slice(self.offsets[index], self.offsets[index + 1])
+        return torch.cat([torch.from_numpy(column[rows]) for column in self.columns], -1)
 
-    @torch.inference_mode()
-    def fill(self, model: Llama, batch: int = 16, limit: int | None = None) -> None:
-        """Run the target over the samples not done yet (up to `limit`), batch sequences of like length at a time.
-
-        The prefix that all sequences share (a system message) is computed once.
-        """
+    def fill(self, model: Llama, batch_tokens: int = 4096, limit: int | None = None) -> None:
+        """Run the target over the samples not done yet (up to `limit`), sequences of like length together."""
         total = min(limit or len(self.samples), len(self.samples))
         if len(self) >= total:
             return
-        longest = max(len(s.tokens) for s in self.samples)
-        model.set_context(longest)
-        shared = self.shared
-        one = model.new_cache(1, longest)
-        head = torch.tensor([self.samples[0].tokens[:shared]])
-        zero = torch.zeros(1, dtype=torch.int64)
-        prefix = model(head, torch.arange(shared)[None], zero, None, one) if shared else None
-        cache = model.new_cache(batch, longest)
-        for whole, part in zip(cache.keys + cache.values, one.keys + one.values, strict=True):
-            whole.copy_(part.expand_as(whole))
+        model.set_context(max(len(s.tokens) for s in self.samples))
         progress = tqdm(total=total, initial=len(self), unit="seq", desc="features")
         for first in range(len(self), total, BLOCK):
-            block = sorted(range(first, min(first + BLOCK, total)), key=lambda i: len(self.samples[i].tokens))
-            for lo in range(0, len(block), batch):
-                group = block[lo : lo + batch]
-                width = len(self.samples[group[-1]].tokens) - shared
-                rows = [list(self.samples[i].tokens[shared:]) for i in group]
-                tokens = torch.tensor([r + [0] * (width - len(r)) for r in rows])
-                positions = torch.arange(shared, shared + width).expand(len(group), -1)
-                start = torch.full((len(group),), shared)
-                out = model(tokens, positions, start, None, cache).to(torch.float16).numpy()
-                for i, states, row in zip(group, out, rows, strict=True):
-                    at = self.offsets[i]
-                    if prefix is not None:
-                        self.data[at : at + shared] = prefix[0].numpy()
-                    self.data[at + shared : self.offsets[i + 1]] = states[: len(row)]
+            block = range(first, min(first + BLOCK, total))
+            for group in by_length(block, self.samples, batch_tokens):
+                rows = [self.samples[i].tokens for i in group]
+                tokens = torch.tensor([(*r, *[0] * (len(rows[-1]) - len(r))) for r in rows])
+                out = whole(model, tokens.to(model.embed.weight.device))
+                for i, states in zip(group, out, strict=True):
+                    parts = states[: len(self.samples[i].tokens)].clamp(-LARGEST, LARGEST).to("cpu", torch.float16)
+                    for column, part in zip(self.columns, parts.chunk(len(self.columns), -1), strict=True):
+                        column[self.offsets[i] : self.offsets[i + 1]] = part.numpy()
                 progress.update(len(group))
-            self.data.flush()
-            self._mark(min(first + BLOCK, total))
+            self._mark(block[-1] + 1)
         progress.close()
+
+
+def by_length(indices: Iterable[int], samples: list[Sample], tokens: int) -> list[list[int]]:
+    """Groups of samples of like length, shortest first, of at most `tokens` padded tokens each, or one sample."""
+    groups: list[list[int]] = [[]]
+    for i in sorted(indices, key=lambda i: len(samples[i].tokens)):
+        if groups[-1] and (len(groups[-1]) + 1) * len(samples[i].tokens) > tokens:
+            groups.append([])
+        groups[-1].append(i)
+    return groups
+
+
+@torch.inference_mode()
+def whole(model: Llama, tokens: torch.Tensor) -> torch.Tensor:
+    """The model over whole sequences [B, T] at once, without a cache -> features [B, T, feature_size]."""
+    x, states = model.embed(tokens), {}
+    rope = model.rope[: tokens.shape[1]].expand(len(tokens), -1, -1, -1)
+    for i, module in enumerate(model.layers):
+        layer = cast(DecoderLayer, module)
+        if i in model.taps:
+            states[i] = x
+        q, k, v = (t.transpose(1, 2) for t in layer.project(x, rope))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = layer.finish(x, mixed.transpose(1, 2))
+    return model.features(model.norm(x), states | {len(model.layers): x})
 
 
 def _common_prefix(samples: list[Sample]) -> int:

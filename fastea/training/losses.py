@@ -1,4 +1,5 @@
-"""The losses of EAGLE-1 (arXiv 2401.15077, section 3.2): SmoothL1 on features, soft cross-entropy on tokens."""
+"""The token loss of draft heads: cross-entropy against the target's whole distribution (arXiv 2401.15077, section 3.2),
+whose logits never exist for a whole batch."""
 
 from __future__ import annotations
 
@@ -6,34 +7,52 @@ from typing import Any
 
 import torch
 
-CHUNK = 512  # rows scored at a time, so that logits never exist for a whole batch
+CHUNK, BLOCK = 256, 2048  # rows scored at a time; rows whose errors go into the weight's gradient together
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean over rows of the cross-entropy between the target's and the head's token distributions.
+    """Sum over rows of share * cross-entropy between a target distribution and the head's.
 
-    predicted, feature: [R, h]; lm_weight: [V, h], frozen; target distribution softmax(feature lm_weight^T).
-    The gradient to `predicted` is made in the forward pass, chunk by chunk: (q - p) lm_weight / R.
+    hidden: [R, h] and weight: [Vd, h] give the head's logits; target: [M, Vd] distributions; index: [R] which of them;
+    share: [R] fp32. Products are made in the target's dtype, sums in fp32. All gradients are made in the forward pass:
+    (q - p) weight and (q - p)^T hidden.
     """
 
     @staticmethod
-    def forward(ctx: Any, predicted: torch.Tensor, feature: torch.Tensor, lm_weight: torch.Tensor) -> torch.Tensor:
-        rows = predicted.shape[0]
-        grad = torch.empty_like(predicted)
-        total = predicted.new_zeros(())
-        for lo in range(0, rows, CHUNK):
-            p = torch.softmax(feature[lo : lo + CHUNK] @ lm_weight.T, dim=-1)
-            log_q = torch.log_softmax(predicted[lo : lo + CHUNK] @ lm_weight.T, dim=-1)
-            total -= torch.dot(p.flatten(), log_q.flatten())
-            grad[lo : lo + CHUNK] = (log_q.exp_().sub_(p) @ lm_weight).div_(rows)
-        ctx.save_for_backward(grad)
-        return total / rows
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        index: torch.Tensor,
+        share: torch.Tensor,
+    ) -> torch.Tensor:
+        low = target.dtype
+        matrix, total = weight.to(low), torch.zeros((), device=hidden.device)
+        to_hidden = torch.empty_like(hidden)
+        to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for begin in range(0, hidden.shape[0], BLOCK):
+            block = hidden[begin : begin + BLOCK].to(low)
+            errors = torch.empty(len(block), len(matrix), dtype=low, device=hidden.device)
+            for lo in range(0, len(block), CHUNK):
+                rows = slice(begin + lo, begin + lo + len(block[lo : lo + CHUNK]))
+                p = target[index[rows]].float()
+                log_q = torch.log_softmax((block[lo : lo + CHUNK] @ matrix.T).float(), dim=-1)
+                total -= ((p * log_q).sum(-1) * share[rows]).sum()
+                errors[lo : lo + CHUNK] = log_q.exp_().sub_(p).mul_(share[rows, None])
+            to_hidden[begin : begin + BLOCK] = errors @ matrix
+            if to_weight is not None:
+                to_weight += errors.T @ block
+        ctx.save_for_backward(to_hidden, to_weight)
+        return total
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        (grad,) = ctx.saved_tensors
-        return upstream * grad, None, None
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        to_hidden, to_weight = ctx.saved_tensors
+        return upstream * to_hidden, None if to_weight is None else upstream * to_weight, None, None, None
 
 
-def cross_entropy(predicted: torch.Tensor, feature: torch.Tensor, lm_weight: torch.Tensor) -> torch.Tensor:
-    return ChunkedCrossEntropy.apply(predicted, feature, lm_weight)
+def cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, index: torch.Tensor, share: torch.Tensor
+) -> torch.Tensor:
+    return ChunkedCrossEntropy.apply(hidden, weight, target, index, share)

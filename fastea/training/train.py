@@ -1,4 +1,4 @@
-"""Training of an EAGLE-1 head on cached features."""
+"""Training of EAGLE-1 and EAGLE-3 heads on cached features."""
 
 from __future__ import annotations
 
@@ -9,28 +9,37 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
 from fastea.config import FasteaError, ModelConfig
-from fastea.eagle import EagleHead
+from fastea.eagle import DraftHead, EagleHead
+from fastea.eagle3 import Eagle3Head, default_taps
 from fastea.llama import Llama
 from fastea.training.data import Sample, draft_vocabulary, supervised_rows
-from fastea.training.features import FeatureStore
+from fastea.training.features import FeatureStore, by_length
 from fastea.training.losses import cross_entropy
+from fastea.training.unroll import ScaledLinear, unroll
+
+INPUTS = ("feature+shifted", "feature+unshifted", "token", "feature")  # figure 8 of the EAGLE paper
+CHAIN = 5  # drafts of a chain that `evaluate` follows
 
 
 @dataclass
 class Recipe:
-    """Everything that decides a training run. The weights are those of feature loss and cross-entropy (the paper's)."""
+    """Everything that decides a training run; the defaults are for EAGLE-1 on a few million tokens."""
 
-    feature_weight: float = 1.0
-    token_weight: float = 0.1
+    kind: str = "eagle1"  # or eagle3
+    inputs: str = "feature+shifted"  # what an EAGLE-1 head reads: one of INPUTS
+    feature_weight: float = 1.0  # of the loss on features; the paper's
+    token_weight: float = 0.1  # of the cross-entropy; the paper's
+    steps: int = 1  # drafting steps that are trained; from the second on the head reads its own states
+    step_weight: float = 0.8  # a step's weight in the loss, relative to the one before (EAGLE-3's)
     learning_rate: float = 1e-3
-    warmup: int = 100  # steps
+    warmup: int = 100  # optimizer steps
     epochs: float = 10.0
     batch_tokens: int = 2048
     noise: float = 0.1  # features get U(-noise, noise)
@@ -38,13 +47,28 @@ class Recipe:
     intermediate: int = 0  # 0 = the target's
     kv_heads: int = 0  # 0 = as many as query heads
     draft_vocab: int = 0  # 0 = the target's whole vocabulary
-    self_feed: float = 0.0  # share of sequences that get the head's own features in half of their rows
     prompt_rows: bool = False  # train on the rows of prompts too (the target's distribution exists there as well)
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.kind not in RECIPES or self.inputs not in INPUTS:
+            raise FasteaError(
+                f"--kind {self.kind} --inputs {self.inputs}: known are {' and '.join(RECIPES)}; {', '.join(INPUTS)}"
+            )
+        if self.steps < 1 or (self.kind == "eagle3" and (self.inputs != INPUTS[0] or self.feature_weight)):
+            raise FasteaError("--steps must be at least 1; EAGLE-3 has no feature loss and always reads all its inputs")
 
-def new_head(target: Llama, recipe: Recipe, draft_ids: torch.Tensor | None) -> EagleHead:
-    """A fresh head in fp32 with the target's width, head count and rotary base."""
+
+# What each kind of head changes in these defaults. EAGLE-3 (arXiv 2503.01840): no loss on features, no noise.
+RECIPES: dict[str, dict[str, Any]] = {
+    "eagle1": {},
+    "eagle3": {"feature_weight": 0.0, "token_weight": 1.0, "steps": 5, "noise": 0.0},
+}
+
+
+def new_head(target: Llama, recipe: Recipe, draft_ids: torch.Tensor | None) -> DraftHead:
+    """A fresh head in fp32 with the target's width, head count and rotary base. EAGLE-3's LM head starts as the
+    target's rows, its last norm as the target's."""
     c = target.config
     config = ModelConfig(
         hidden_size=c.hidden_size,
@@ -58,7 +82,10 @@ def new_head(target: Llama, recipe: Recipe, draft_ids: torch.Tensor | None) -> E
         rope_theta=c.rope_theta,
         max_position=c.max_position,
     )
-    head = EagleHead(config, fc_bias=True, qkv_bias=False, draft_ids=draft_ids)
+    if recipe.kind == "eagle3":
+        head: DraftHead = Eagle3Head(config, default_taps(c.num_layers), c.hidden_size, draft_ids)
+    else:
+        head = EagleHead(config, fc_bias=True, qkv_bias=False, draft_ids=draft_ids)
     generator = torch.Generator().manual_seed(recipe.seed)
     with torch.no_grad():
         for name, p in head.named_parameters():
@@ -69,18 +96,21 @@ def new_head(target: Llama, recipe: Recipe, draft_ids: torch.Tensor | None) -> E
             else:
                 scale = 0.2 if name.endswith(("o.weight", "down.weight")) else 1.0  # near the identity at first
                 p.normal_(0.0, scale / math.sqrt(p.shape[1]), generator=generator)
+        if isinstance(head, Eagle3Head):
+            rows = target.lm_head.weight if draft_ids is None else target.lm_head.weight[draft_ids]
+            head.lm.weight.copy_(rows)
+            head.norm.weight.copy_(target.norm.weight)
     return head.requires_grad_(True)
 
 
-def forward_rows(head: EagleHead, inputs: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """Predicted features of the rows in `keep` [B, T] booleans -> [kept, h]. inputs: [B, T, 2h], right-padded."""
-    layer = head.layer
-    x = head.fc(inputs)
-    q, k, v = layer.project(x, head.rope[: x.shape[1]].expand(x.shape[0], -1, -1, -1))
-    shape = (x.shape[1], head.config.num_heads // head.config.num_kv_heads)
-    k, v = (t.repeat_interleave(shape[1], dim=2).transpose(1, 2) for t in (k, v))
-    mixed = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True).transpose(1, 2)
-    return layer.finish(x[keep], mixed[keep])
+class Batch(NamedTuple):
+    """tokens: [B, T]; features: [B, T, F] fp32; rows: [B, A] those trained on; room: [B, A] how many steps of each row
+    have a token of the text to predict, 0 = padding. Right-padded with zeros."""
+
+    tokens: torch.Tensor
+    features: torch.Tensor
+    rows: torch.Tensor
+    room: torch.Tensor
 
 
 class Batches:
@@ -95,13 +125,7 @@ class Batches:
         shuffled = [self.indices[i] for i in torch.randperm(len(self.indices), generator=generator).tolist()]
         batches: list[list[int]] = []
         for lo in range(0, len(shuffled), 512):
-            group: list[int] = []
-            for i in sorted(shuffled[lo : lo + 512], key=lambda i: len(self.store.samples[i].tokens)):
-                if group and (len(group) + 1) * len(self.store.samples[i].tokens) > self.tokens:
-                    batches.append(group)
-                    group = []
-                group.append(i)
-            batches.append(group)
+            batches += by_length(shuffled[lo : lo + 512], self.store.samples, self.tokens)
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
     def following(self, step: int) -> Iterator[list[int]]:
@@ -111,31 +135,25 @@ class Batches:
             yield from order[step:]
             step = max(0, step - len(order))
 
-    def load(self, group: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """tokens [B, T], features [B, T, h] fp32, supervised rows [B, T]; right-padded with zeros."""
+    def load(self, group: list[int]) -> Batch:
         samples = [self.store.samples[i] for i in group]
         width = max(len(s.tokens) for s in samples)
+        features = [self.store.features(i) for i in group]
         tokens = torch.zeros(len(group), width, dtype=torch.int64)
-        features = torch.zeros(len(group), width, self.store.data.shape[1])
-        rows = torch.zeros(len(group), width, dtype=torch.bool)
-        for b, (i, sample) in enumerate(zip(group, samples, strict=True)):
+        padded = torch.zeros(len(group), width, features[0].shape[1])
+        chosen = []
+        for b, sample in enumerate(samples):
             length = len(sample.tokens)
             tokens[b, :length] = torch.tensor(sample.tokens)
-            features[b, :length] = self.store.features(i)
+            padded[b, :length] = features[b]
             first = sample.answer_start if self.first is None else self.first
-            rows[b, :length] = supervised_rows(length, first)
-        return tokens, features, rows
-
-
-def head_inputs(
-    target: Llama, scale: torch.Tensor, tokens: torch.Tensor, features: torch.Tensor, noise: float, seed: int
-) -> torch.Tensor:
-    """[embedding of t_{p+1}, f_p + noise] for every row p, times scale [2h]. The last row's token is padding."""
-    if noise:
-        generator = torch.Generator().manual_seed(seed)
-        features = features + (torch.rand(features.shape, generator=generator) * 2 - 1) * noise
-    following = F.pad(tokens[:, 1:], (0, 1))
-    return torch.cat((target.embed.weight[following], features), dim=-1) * scale
+            chosen.append(supervised_rows(length, first).nonzero()[:, 0])
+        rows = torch.zeros(len(group), max(1, *map(len, chosen)), dtype=torch.int64)
+        room = torch.zeros_like(rows)
+        for b, (sample, at) in enumerate(zip(samples, chosen, strict=True)):
+            rows[b, : len(at)] = at
+            room[b, : len(at)] = len(sample.tokens) - 2 - at
+        return Batch(tokens, padded, rows, room)
 
 
 class Trainer:
@@ -149,7 +167,7 @@ class Trainer:
         recipe: Recipe,
         folder: Path,
         limit: int | None = None,
-        init: EagleHead | None = None,
+        init: DraftHead | None = None,
     ):
         """limit: use this many samples at most. init: a head of this target to start from, its draft vocabulary too."""
         self.target, self.recipe, self.folder, self.held = target, recipe, folder, held
@@ -164,24 +182,42 @@ class Trainer:
             self.head = new_head(target, recipe, draft_ids)
         else:
             self.head = init.float().requires_grad_(True)
-        self.head.bind(target, max(len(s.tokens) for s in self.samples + held.samples))
-        # fc sees inputs of unit variance while it is trained; the scale is folded into its weight afterwards.
-        sample = torch.cat([train.features(i).float() for i in range(min(count, 200))])
-        embedding = target.embed.weight.float().std().expand(target.config.hidden_size)
-        self.scale = 1 / torch.cat((embedding, sample.std(dim=0) + 1e-3))
+        self.head.bind(target, max(len(s.tokens) for s in self.samples + held.samples) + CHAIN)
+        assert target.feature_size == train.features(0).shape[1], "the store was made for another kind of head"
+        device, self.low = target.embed.weight.device, target.embed.weight.dtype  # of products
+        self.device = device
+        self.head.embed_weight = self.head.embed_weight.float()
+        self.head.to(device)
+        scale = self._scale(train, count, init is None).to(device)
+        self.head.fc = ScaledLinear(self.head.fc, scale)
         if init is not None:
-            self.head.fc.weight.data.div_(self.scale)
-        elif self.head.fc.bias is not None:
-            self.head.fc.bias.data.copy_(sample.mean(dim=0))  # start at the mean feature
+            self.head.fc.weight.data.div_(scale)
+        rows = target.lm_head.weight
+        self.scored = (rows if self.head.draft_ids is None else rows[self.head.draft_ids]).to(self.low)
         trained = [p for p in self.head.parameters() if p.requires_grad]  # not the target's LM head
         decay = [p for p in trained if p.dim() > 1]
         others = [p for p in trained if p.dim() <= 1]
         groups = [{"params": decay, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95))
+        self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
         self.step, self.seconds, self.losses = 0, 0.0, (0.0, 0.0)
         self.total = max(1, round(recipe.epochs * len(self.batches.epoch(0))))
         self.data = [train.identity, count]
         folder.mkdir(parents=True, exist_ok=True)
+
+    def _scale(self, train: FeatureStore, count: int, fresh: bool) -> torch.Tensor:
+        """What brings fc's inputs to unit variance; zero for those that the recipe leaves out."""
+        sample = torch.cat([train.features(i).float() for i in range(min(count, 200))])
+        scale = 1 / (sample.std(dim=0) + 1e-3)
+        if isinstance(self.head, Eagle3Head):
+            return scale[self.target.config.hidden_size :]  # the states inside the target, not the final one
+        if fresh and self.head.fc.bias is not None:
+            self.head.fc.bias.data.copy_(sample.mean(dim=0))  # start at the mean feature
+        embedding = (1 / self.target.embed.weight.float().std().cpu()).expand(len(scale))
+        if self.recipe.inputs == "token":
+            scale = torch.zeros_like(scale)
+        if self.recipe.inputs == "feature":
+            embedding = torch.zeros_like(embedding)
+        return torch.cat((embedding, scale))
 
     def resume(self) -> bool:
         """Continue from the folder's checkpoint; False if there is none. A different recipe is refused."""
@@ -198,12 +234,12 @@ class Trainer:
             )
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.seconds, self.scale = state["step"], state["seconds"], state["scale"]
+        self.step, self.seconds = state["step"], state["seconds"]
         return True
 
     def save(self) -> None:
         state: dict[str, Any] = {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
-        state |= {"step": self.step, "seconds": self.seconds, "scale": self.scale}
+        state |= {"step": self.step, "seconds": self.seconds}
         temporary = self.folder / "checkpoint.new"
         torch.save(state | {"recipe": asdict(self.recipe), "data": self.data}, temporary)
         temporary.replace(self.folder / "checkpoint.pt")
@@ -238,51 +274,78 @@ class Trainer:
                 self.save()
         bar.close()
 
-    @torch.no_grad()
-    def mix_own_features(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """In a share of the sequences half of the rows get the feature that the head predicts for them, as rows of
-        depth 2 and more do when drafting. [B, T, h] -> [B, T, h]."""
-        generator = torch.Generator().manual_seed(self.step)
-        some = torch.rand(features.shape[0], generator=generator) < self.recipe.self_feed
-        if not some.any():
-            return features
-        rows = torch.rand(features[some].shape[:2], generator=generator) < 0.5
-        rows[:, 0] = False  # nothing predicts the first feature
-        inputs = head_inputs(self.target, self.scale, tokens[some], features[some], 0.0, 0)
-        own = forward_rows(self.head, inputs, torch.ones_like(rows)).view_as(features[some]).roll(1, 1)
-        mixed = features.clone()
-        mixed[some] = torch.where(rows[..., None], own, features[some])
-        return mixed
+    def passes(self, batch: Batch, steps: int) -> list[torch.Tensor]:
+        """The head's outputs [B, A, h] of each step."""
+        ahead = 0 if self.recipe.inputs == "feature+unshifted" else 1
+        features = batch.features.to(self.device)
+        if self.recipe.noise and torch.is_grad_enabled():
+            generator = torch.Generator().manual_seed(self.step)
+            noise = torch.rand(batch.features.shape, generator=generator) * 2 - 1
+            features = features + (noise * self.recipe.noise).to(self.device)
+        rows = batch.rows.to(self.device)
+        with torch.autocast(self.device.type, self.low, enabled=self.low != torch.float32):
+            return list(unroll(self.head, batch.tokens.to(self.device), features, rows, steps, ahead))
 
     def train_step(self, group: list[int], budget: float | None) -> tuple[float, float]:
-        tokens, features, rows = self.batches.load(group)
-        seen = self.mix_own_features(tokens, features) if self.recipe.self_feed else features
-        inputs = head_inputs(self.target, self.scale, tokens, seen, self.recipe.noise, self.step)
-        predicted = forward_rows(self.head, inputs, rows)
-        wanted = features[:, 1:][rows[:, :-1]]  # row p predicts f_{p+1}
-        feature_loss = F.smooth_l1_loss(predicted, wanted)
-        token_loss = cross_entropy(predicted, wanted, self.head.lm.weight)
+        recipe, head, batch = self.recipe, self.head, self.batches.load(group)
+        final = batch.features[..., : self.target.config.hidden_size].to(self.device)
+        rows, room = batch.rows.to(self.device), batch.room.to(self.device)
+        real = room > 0
+        # Row p of step j predicts what the target says at p + 1 + j, as row p + j of the first step does.
+        following = (rows + 1).clamp(max=final.shape[1] - 1)[..., None].expand(-1, -1, final.shape[2])
+        wanted = final.gather(1, following)[real]
+        place = torch.cumsum(real.flatten(), 0).view_as(room) - 1
+        steps = torch.arange(recipe.steps, device=self.device)
+        used = [room > step for step in steps]
+        hidden = torch.cat([out[some] for out, some in zip(self.passes(batch, recipe.steps), used, strict=True)])
+        at = torch.cat([place[some] + step for some, step in zip(used, steps, strict=True)])
+        weights = recipe.step_weight**steps / (recipe.step_weight**steps).sum()
+        counts = torch.stack([some.sum() for some in used])
+        shares = (weights / counts.clamp(min=1)).repeat_interleave(counts)
+        feature = token = torch.zeros((), device=self.device)
+        if recipe.feature_weight:
+            feature = (F.smooth_l1_loss(hidden, wanted[at], reduction="none").mean(-1) * shares).sum()
+        if recipe.token_weight:
+            target = torch.softmax((wanted.to(self.low) @ self.scored.T).float(), -1).to(self.low)
+            token = cross_entropy(head.lm_input(hidden), head.lm.weight, target, at, shares)
+        total = recipe.feature_weight * feature + recipe.token_weight * token
         self.optimizer.zero_grad(set_to_none=True)
-        (self.recipe.feature_weight * feature_loss + self.recipe.token_weight * token_loss).backward()
-        torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.recipe.clip)
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), recipe.clip)
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = self.rate(budget)
         self.optimizer.step()
-        return feature_loss.item(), token_loss.item()
+        return feature.item(), token.item()
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """Held-out 0-alpha: how often the target's greedy token is among the head's first 1, 2, 3, 4 guesses,
-        with true features behind it."""
-        hits, count = torch.zeros(4), 0
+        """Held-out rows against the target's greedy tokens. top: how often these are among the head's first 1, 2, 3, 4
+        guesses, with true features behind it. alpha: n-alpha of a chain, n = 0 .. 4: how often the first guess of step
+        n is right where all guesses before it were the text's tokens."""
+        hits, right, tried = torch.zeros(4), torch.zeros(CHAIN), torch.zeros(CHAIN)
         for group in self.held_batches.epoch(0):
-            tokens, features, rows = self.held_batches.load(group)
-            predicted = forward_rows(self.head, head_inputs(self.target, self.scale, tokens, features, 0.0, 0), rows)
-            wanted = self.target.logits(features[:, 1:][rows[:, :-1]]).argmax(-1)
-            guesses = self.head.target_ids(self.head.logits(predicted).topk(4, dim=-1).indices)
-            hits += (guesses == wanted[:, None]).sum(0).cumsum(0)
-            count += wanted.numel()
-        return {"rows": count, "top": [round(h, 4) for h in (hits / max(1, count)).tolist()]}
+            batch = self.held_batches.load(group)
+            final = batch.features[..., : self.target.config.hidden_size].to(
+                self.device, self.target.embed.weight.dtype
+            )
+            greedy = self.target.logits(final).argmax(-1).cpu()  # [B, T]
+            last = batch.tokens.shape[1] - 1
+            agreed = torch.ones_like(batch.rows, dtype=torch.bool)
+            for j, hidden in enumerate(self.passes(batch, CHAIN)):
+                with torch.autocast(self.device.type, self.low, enabled=self.low != torch.float32):
+                    guesses = self.head.target_ids(self.head.logits(hidden).topk(4, dim=-1).indices).cpu()
+                wanted = greedy.gather(1, (batch.rows + 1 + j).clamp(max=last))
+                some = agreed & (batch.room > j)
+                right[j] += (guesses[..., 0] == wanted)[some].sum()
+                tried[j] += some.sum()
+                if j == 0:
+                    hits += (guesses == wanted[..., None])[some].sum(0).cumsum(0)
+                agreed = some & (guesses[..., 0] == batch.tokens.gather(1, (batch.rows + 2 + j).clamp(max=last)))
+        return {
+            "rows": int(tried[0]),
+            "top": [round(h, 4) for h in (hits / tried[0].clamp(min=1)).tolist()],
+            "alpha": [round(a, 4) for a in (right / tried.clamp(min=1)).tolist()],
+        }
 
     def log(self, **entry: Any) -> None:
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as f:
@@ -294,9 +357,8 @@ class Trainer:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
 
-    def finished(self) -> EagleHead:
+    def finished(self) -> DraftHead:
         """The head as it is used: the input scale folded into fc."""
-        with torch.no_grad():
-            self.head.fc.weight.mul_(self.scale)
-        self.scale = torch.ones_like(self.scale)
+        assert isinstance(self.head.fc, ScaledLinear)
+        self.head.fc = self.head.fc.plain()
         return self.head.requires_grad_(False).eval()
