@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fastea.answer import Output
+from fastea.check import WIRED, describe, head_of, verdict, zero_alpha
 from fastea.config import FasteaError
 from fastea.generator import Generator
 from fastea.loading import load
@@ -41,13 +42,13 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--drafter",
         default="auto",
-        choices=["auto", "eagle", "ngram", "none"],
-        help="what proposes tokens (default: auto)",
+        help="what proposes tokens: eagle (a head), ngram (what followed in the text before), hybrid (both), "
+        "model:PATH (a small model of the same vocabulary), none; default auto: eagle if there is a head",
     )
     add(
         "--tree",
-        help="eagle1 (26 nodes, root included), chain:K (K drafts; ngram's default: 8), dynamic:N,K,D (EAGLE-2: N "
-        "nodes with the root, K children a node, D draft forwards) or a .json of paths; default "
+        help="eagle1 (26 nodes, root included), chain:K (K drafts; ngram's default: 8, model's: 4), dynamic:N,K,D "
+        "(EAGLE-2: N nodes with the root, K children a node, D draft forwards) or a .json of paths; default "
         "with a head: eagle1 on a GPU and in bf16 on a CPU with AMX, else chain:3",
     )
     add("--max-new-tokens", type=int, default=256, help="longest answer in tokens (default 256)")
@@ -106,6 +107,7 @@ def parser() -> argparse.ArgumentParser:
         help="auto: the Triton kernels on a GPU that can run them, else torch's operators (same text, slower there)",
     )
     add("--profile", metavar="FILE", help="write a Chrome trace of the rounds to FILE (open it at ui.perfetto.dev)")
+    add("--check-head", action="store_true", help="say what the head is and how well it fits the model, and end")
     add("--threads", type=int, help="threads of a CPU (default: torch's choice, one a core)")
     add(
         "--wait-policy",
@@ -189,6 +191,11 @@ def run(args: argparse.Namespace) -> int:
         max_seq_len=args.max_seq_len, device=args.device, dtype=args.dtype, compile=args.compile,
         kernels=args.kernels,
     )  # fmt: skip
+    if args.check_head:
+        print(f"{model.info['head']}: {describe(head_of(model))}")
+        alpha, count = zero_alpha(model)
+        print(f"0-alpha {alpha:.2f} over {count} tokens: {verdict(alpha)}")
+        return 0 if alpha >= WIRED else 2
     if model.tokenizer.template is None and not args.raw:
         note("this checkpoint has no chat template: continuing the prompt as plain text")
     documents: list[dict[str, Any]] = []

@@ -12,6 +12,7 @@ import torch
 from fastea.answer import Answer, Output
 from fastea.config import FasteaError
 from fastea.drafters import Drafter
+from fastea.drafters.draft_model import DraftModelDrafter
 from fastea.llama import DecoderLayer, Llama
 from fastea.memory import available_bytes, tensor_bytes
 from fastea.replay import Replay
@@ -20,7 +21,7 @@ from fastea.runtime import compiled, compiling, note
 from fastea.sampling import PICK, Sampling, noise_key, pick
 from fastea.state import DecodeState
 from fastea.tokenizer import Message, Tokenizer
-from fastea.tree import DynamicTree, Tree, chain
+from fastea.tree import AnyTree, chain
 
 CHUNK = 64  # prompt tokens a prefill forward takes
 REPLAYS = 4  # graphs that are kept, one for each kind of sampling: each has memory of its own
@@ -50,7 +51,7 @@ class Generator:
     ):
         self.model, self.tokenizer, self.drafter, self.max_seq_len = model, tokenizer, drafter, max_seq_len
         self.info, self.load_s, self.compile_s = info or {}, 0.0, 0.0
-        self.tree: Tree | DynamicTree = drafter.tree if drafter else chain(0).to(str(model.embed.weight.device))
+        self.tree: AnyTree = drafter.tree if drafter else chain(0).to(str(model.embed.weight.device))
         self.round = round_kind(model, self.tree, drafter, rejection, row_sizes, len(tokenizer))
         self.row_sizes = row_sizes
         self._use(compile)
@@ -177,7 +178,11 @@ class Generator:
             return compiled(function) if compile else function
 
         self.round.run_layer = part(DecoderLayer.forward)
-        self._draft, self._accept = part(self.round.draft), part(self.round.accept)
+        if isinstance(self.drafter, DraftModelDrafter):  # a decoder of its own: layer by layer as well
+            self.drafter.run_layer, self._draft = self.round.run_layer, self.round.draft
+        else:
+            self._draft = part(self.round.draft)
+        self._accept = part(self.round.accept)
 
     def _run_twice(self, batch: int, sampling: Sampling) -> DecodeState:
         """A short prompt and two rounds: every shape that a run has."""
@@ -202,7 +207,7 @@ class Generator:
             chunk = tokens[at : at + CHUNK].clone()[None]  # cloned first: one stride, one compiled shape
             features = self.model(chunk, (at + steps)[None], start, None, cache)
             if self.drafter:
-                self.drafter.prefill(tokens[None, at + 1 : at + 1 + CHUNK], features, start, draft)
+                self.drafter.prefill(tokens[None, at : at + 1 + CHUNK], features, start, draft)
         last = features[0, (len(ids) - 1) % CHUNK]
         logits = self.round.logits(last[None])
         if bool(logits.isnan().any()):

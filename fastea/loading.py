@@ -11,8 +11,10 @@ from fastea.checkpoint import Checkpoint, read_json, same_model
 from fastea.config import FasteaError
 from fastea.demo import demo_model
 from fastea.drafters import Drafter
+from fastea.drafters.draft_model import DraftModelDrafter
 from fastea.drafters.dynamic import DynamicEagleDrafter
-from fastea.drafters.eagle import EagleDrafter
+from fastea.drafters.eagle import EagleDrafter, HeadDrafter
+from fastea.drafters.hybrid import HybridDrafter
 from fastea.drafters.ngram import NgramDrafter
 from fastea.eagle import DraftHead
 from fastea.generator import Generator
@@ -25,10 +27,12 @@ from fastea.memory import check_weights_fit
 from fastea.quantized import Quantizer
 from fastea.round import Round
 from fastea.runtime import can_compile, note, resolve_device, resolve_dtype, resolve_head_quant, use_triton
-from fastea.tokenizer import from_folder
-from fastea.tree import DynamicTree, Tree, parse_tree
+from fastea.tokenizer import Tokenizer, from_folder
+from fastea.tree import MAX_NODES, DynamicTree, Tree, parse_tree
 
 DEFAULT_CONTEXT = 4096  # tokens, where the model allows them
+DRAFTERS = ("auto", "eagle", "ngram", "hybrid", "none", "model")
+COPIED = 8  # tokens of an earlier continuation that join a head's tree
 SHIPPED_HEADS = Path(__file__).parent / "heads"
 
 
@@ -53,8 +57,9 @@ def load(
 
     checkpoint: a Hugging Face folder or a GGUF file; None is the demo model, fetched once. head: "auto" (a shipped
     head that fits, else the folder `eagle` beside the checkpoint, else none), "none", or a head's folder. drafter:
-    "auto" (eagle if there is a head), "eagle", "ngram" or "none". tree: see `fastea.tree.parse_tree`; accept: "match"
-    (the same text for a seed with any drafter) or "rejection" (the paper's sampling). quant: "int8" or "int4" rounds
+    "auto" (eagle if there is a head), "eagle", "ngram", "hybrid" (both), "none", or "model:PATH", a small model. tree:
+    see `fastea.tree.parse_tree`; accept: "match" (the same text for a seed with any drafter) or "rejection" (the
+    paper's sampling). quant: "int8" or "int4" rounds
     the target's linear weights (GGUF blocks of as many bits stay as they are), None takes the file as it is, a GGUF
     file dequantized; head_quant: "none", "int8", "int4" for the head, or "auto", what is fastest here. exact: the path
     whose rows do not depend on the rows beside them. max_seq_len: context in tokens. kernels: "triton", "torch", or
@@ -63,8 +68,9 @@ def load(
     Raises FasteaError with one clear line.
     """
     begin = time.perf_counter()
-    if drafter not in ("auto", "eagle", "ngram", "none"):
-        raise FasteaError(f"--drafter {drafter}: known are auto, eagle, ngram and none")
+    kind_of_drafter, _, draft_path = drafter.partition(":")
+    if kind_of_drafter not in DRAFTERS or (kind_of_drafter == "model") != bool(draft_path):
+        raise FasteaError(f"--drafter {drafter}: known are {', '.join(DRAFTERS[:-1])} and model:PATH")
     if accept not in ("match", "rejection"):
         raise FasteaError(f"--accept {accept}: known are match and rejection")
     where = resolve_device(device)
@@ -74,10 +80,7 @@ def load(
     context = max_seq_len if max_seq_len is not None else min(limit, DEFAULT_CONTEXT)
     if not 1 < context <= limit:
         raise FasteaError(f"--max-seq-len {context}: the model's context is {limit} tokens, at least 2 are needed")
-    if files.gguf:
-        tokenizer = from_gguf(files.gguf.meta, str(files.path), files.config.eos_ids)
-    else:
-        tokenizer = from_folder(files.folder, files.config.eos_ids)
+    tokenizer = _tokenizer(files)
     stored = quant or files.quant
     kind = resolve_dtype(dtype, where, files.config.dtype, stored is not None)
     check_weights_fit(files.config, kind, stored, where)
@@ -91,8 +94,14 @@ def load(
     model = files.load(quantizer, target_kind)
     model.set_context(context)
     small = resolve_head_quant(head_quant, kind, triton)
-    found = _find_head(head, drafter, model, files.folder, Quantizer(small, kind, where, triton=triton))
-    proposer = _drafter(found, drafter, shape, model, context, accept == "rejection", where)
+    small_quantizer, rejection = Quantizer(small, kind, where, triton=triton), accept == "rejection"
+    found: tuple[str, DraftHead] | None = None
+    proposer: Drafter | None
+    if draft_path:
+        proposer = _draft_model(draft_path, shape, model, tokenizer, context, rejection, small_quantizer)
+    else:
+        found = _find_head(head, drafter, model, files.folder, small_quantizer)
+        proposer = _drafter(found, drafter, shape, model, context, rejection, where)
     if compile and not triton and not can_compile(where):
         note("--compile is off: no C++ compiler (or, on a GPU, no Triton) was found; running eager")
         compile = False
@@ -106,7 +115,7 @@ def load(
         tokenizer,
         proposer,
         max_seq_len=context,
-        rejection=accept == "rejection",
+        rejection=rejection,
         row_sizes=row_sizes,
         compile=compile,
         round_kind=round_kind,
@@ -132,8 +141,8 @@ def _find_head(
 ) -> tuple[str, DraftHead] | None:
     """(name, head) by the rule of `load`, None where there is none to use."""
     if str(head) == "none" or drafter in ("ngram", "none"):
-        if drafter == "eagle":
-            raise FasteaError("--drafter eagle needs a head, but --head is none")
+        if drafter in ("eagle", "hybrid"):
+            raise FasteaError(f"--drafter {drafter} needs a head, but --head is none")
         return None
     if str(head) != "auto":
         return Path(head).name, load_head(head, model, quantizer)
@@ -143,8 +152,8 @@ def _find_head(
     beside = folder / "eagle"
     if (beside / "config.json").is_file():
         return str(beside), load_head(beside, model, quantizer)
-    if drafter == "eagle":
-        raise FasteaError(f"--drafter eagle: no head for this model; pass --head FOLDER or put one into {beside}")
+    if drafter in ("eagle", "hybrid"):
+        raise FasteaError(f"--drafter {drafter}: no head for this model; pass --head FOLDER or put one into {beside}")
     note("no head for this model: decoding plain (train one with scripts/train_head.py, or try --drafter ngram)")
     return None
 
@@ -165,20 +174,62 @@ def _drafter(
     rejection: bool,
     device: str,
 ) -> Drafter | None:
+    """Over a head, or from the text alone."""
     if found:
         found[1].bind(model, context)
         shape = tree or parse_tree(default_tree(device, model.embed.weight.dtype))
+        inner: HeadDrafter
         if isinstance(shape, DynamicTree):
-            dynamic = DynamicEagleDrafter(found[1], shape, rejection)
-            if dynamic.tree != shape:
-                note(f"--tree {shape.name} is {dynamic.tree.name} here: more does not exist, or less is no tree")
-            return dynamic
-        return EagleDrafter(found[1], shape.to(device), rejection)
+            inner = DynamicEagleDrafter(found[1], shape, rejection)
+            if inner.tree != shape:
+                note(f"--tree {shape.name} is {inner.tree.name} here: more does not exist, or less is no tree")
+        else:
+            inner = EagleDrafter(found[1], shape.to(device), rejection)
+        if drafter != "hybrid":
+            return inner
+        if rejection:
+            raise FasteaError("--drafter hybrid needs --accept match: under rejection no token may stand there twice")
+        length = min(COPIED, MAX_NODES - len(inner.tree))
+        if length < 1:
+            raise FasteaError(f"--drafter hybrid: the tree {inner.tree.name} leaves no room; at most {MAX_NODES} nodes")
+        return HybridDrafter(inner, length)
     if drafter == "ngram":
-        shape = tree or parse_tree("chain:8")
-        if isinstance(shape, DynamicTree) or not shape.is_chain:
-            raise FasteaError(f"--drafter ngram drafts chains, not the tree {shape.name}; use --tree chain:K")
-        return NgramDrafter(shape.to(device))
+        return NgramDrafter(_chain(tree, drafter, "chain:8").to(device))
     if tree is not None:
         note(f"--tree {tree.name} is not used: there is no drafter")
     return None
+
+
+def _chain(tree: Tree | DynamicTree | None, drafter: str, default: str) -> Tree:
+    shape = tree or parse_tree(default)
+    if isinstance(shape, DynamicTree) or not shape.is_chain:
+        raise FasteaError(f"--drafter {drafter} drafts chains, not the tree {shape.name}; use --tree chain:K")
+    return shape
+
+
+def _draft_model(
+    path: str,
+    tree: Tree | DynamicTree | None,
+    target: Llama,
+    tokenizer: Tokenizer,
+    context: int,
+    rejection: bool,
+    quantizer: Quantizer,
+) -> DraftModelDrafter:
+    """A small model of the same vocabulary, from a folder or a GGUF file."""
+    files = Checkpoint(path)
+    theirs = _tokenizer(files)
+    if (theirs.pieces, theirs.specials) != (tokenizer.pieces, tokenizer.specials):
+        sizes = f"{len(theirs)} ids, the target's {len(tokenizer)}"
+        reason = sizes if len(theirs) != len(tokenizer) else f"{sizes}, but not the same ones"
+        raise FasteaError(f"{path}: the draft model's vocabulary has {reason}; it belongs to another family of models")
+    model = files.load(quantizer, type(target))
+    model.set_context(context)
+    shape = _chain(tree, "model", "chain:4").to(quantizer.device)
+    return DraftModelDrafter(model, shape, len(tokenizer), rejection)
+
+
+def _tokenizer(files: Checkpoint) -> Tokenizer:
+    if files.gguf:
+        return from_gguf(files.gguf.meta, str(files.path), files.config.eos_ids)
+    return from_folder(files.folder, files.config.eos_ids)

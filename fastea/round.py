@@ -11,7 +11,7 @@ from fastea.drafters import Draft, Drafter
 from fastea.llama import DecoderLayer, Llama
 from fastea.sampling import PICK, noise_key, walk, walk_by_rejection
 from fastea.state import DecodeState
-from fastea.tree import DynamicTree, Nodes, Tree
+from fastea.tree import AnyTree, JoinedTree, Nodes, Tree
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Round:
     def __init__(
         self,
         model: Llama,
-        tree: Tree | DynamicTree,
+        tree: AnyTree,
         drafter: Drafter | None,
         rejection: bool,
         row_sizes: tuple[int, ...] | None,
@@ -82,6 +82,7 @@ class Round:
         tree, parent = self.tree, self.nodes(draft).parent
         chosen_at = state.length[:, None] + torch.arange(1, tree.depth_max + 2, device=features.device)
         if self.rejection and not state.sampling.greedy:
+            assert not isinstance(tree, JoinedTree)  # its siblings may be one token twice
             path, count, emitted = walk_by_rejection(
                 draft.tokens, logits, draft.probs, parent, tree.width,
                 state.sampling, state.seed, state.stream, chosen_at,

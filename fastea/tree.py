@@ -179,6 +179,33 @@ class DynamicTree:
         return DynamicTree(max(2, min(self.count, shape.candidates + 1)), width, levels)
 
 
+@dataclass(frozen=True)
+class JoinedTree:
+    """A tree with a chain beside it that each round hangs somewhere below the root."""
+
+    base: Tree | DynamicTree
+    chain: int
+
+    is_chain = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.base.name}+ngram:{self.chain}"
+
+    @property
+    def depth_max(self) -> int:
+        return max(self.base.depth_max, self.chain)
+
+    def __len__(self) -> int:
+        return len(self.base) + self.chain
+
+    def to(self, device: str) -> JoinedTree:
+        return self
+
+
+AnyTree = Tree | DynamicTree | JoinedTree
+
+
 def best_nodes(scores: torch.Tensor, parents: torch.Tensor, tree: DynamicTree) -> tuple[torch.Tensor, Nodes]:
     """The best N - 1 candidates as a tree under the root.
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from conftest import VOCAB
+from fastea.check import verdict
 from fastea.cli import main, normalized, parser
 from fastea.loading import load
 from fastea.quantize.__main__ import parser as quantize_parser
@@ -301,3 +302,14 @@ def test_the_load_report_names_what_became_of_every_weight(capsys, folder):
     )  # 4 bits, and two fp16 numbers for 32 weights; 8 bits, and one for a row
     assert f"{bits:.2f} bits per weight" in report
     assert f"int4 ({bits:.2f} bits per weight)" in err.splitlines()[-1]
+
+
+def test_check_head_says_what_a_head_is_and_whether_it_fits(capsys, folder, tmp_path):
+    """A random head is a wrong one; one that hands on what the target says next is right nearly always."""
+    common = ["--checkpoint", str(folder), "--check-head", "--dtype", "float32"]
+    code, out, _ = run(capsys, *common)
+    assert code == 2 and "does not fit" in out and len(out.splitlines()) == 2
+    assert "EAGLE-1: 64 wide, 4 heads and 2 KV heads of 16, MLP 96" in out and "biases of fc" in out
+    code, _, err = run(capsys, *common, "--head", "none")
+    assert code == 2 and "no head" in err or "nothing is drafted" in err
+    assert (verdict(0.75), verdict(0.3), verdict(0.1)) == (verdict(0.5), verdict(0.2), verdict(0.0))

@@ -8,7 +8,7 @@ import torch
 
 from fastea.cache import KVCache
 from fastea.state import DecodeState
-from fastea.tree import DynamicTree, Nodes, Tree
+from fastea.tree import AnyTree, Nodes
 
 
 class Draft(NamedTuple):
@@ -27,7 +27,7 @@ class Drafter(Protocol):
     name: str
 
     @property
-    def tree(self) -> Tree | DynamicTree:
+    def tree(self) -> AnyTree:
         """The shape of what it proposes."""
 
     @property
@@ -38,8 +38,9 @@ class Drafter(Protocol):
         """The drafter's own KV cache, None if it has none. device: another than its weights'."""
 
     def prefill(self, tokens: torch.Tensor, features: torch.Tensor, start: torch.Tensor, cache: KVCache | None) -> None:
-        """A prompt chunk was run: tokens [1, C] FOLLOW the rows of features [1, C, h] by one; start: [1] position of
-        the first row. The last row's token may be unknown (anything): that row is drafted again later."""
+        """A prompt chunk was run: tokens [1, C + 1], the rows' own and the one after them, features [1, C, F]; start:
+        [1] position of the first row. The token after the last row may be unknown (anything): that row is drafted again
+        later."""
 
     def propose(self, state: DecodeState) -> Draft:
         """A tree for every sequence of the batch."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from fastea.drafters import Draft
+from fastea.drafters.children import child_scores
 from fastea.drafters.eagle import HeadDrafter
 from fastea.eagle import DraftHead
-from fastea.kernels.noise import gumbel
-from fastea.sampling import PICK, noise_key
 from fastea.state import DecodeState
 from fastea.tree import DynamicTree, best_nodes
 
@@ -22,6 +21,8 @@ class DynamicEagleDrafter(HeadDrafter):
     is estimated by the softmax of these sums over the draft vocabulary. With the rejection rule, which must not share
     that noise, children are the likeliest at every temperature.
     """
+
+    tree: DynamicTree
 
     def __init__(self, head: DraftHead, tree: DynamicTree, rejection: bool = False):
         super().__init__(head, rejection)
@@ -59,9 +60,7 @@ class DynamicEagleDrafter(HeadDrafter):
 
     def _children(self, hidden: torch.Tensor, state: DecodeState, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Log acceptance estimates and target ids of every row's children, best first: [B, R, K] each."""
-        logits = self.head.logits(hidden)
-        if not (state.sampling.greedy or self.rejection):
-            key = noise_key(state.seed, state.stream, (state.length + depth)[:, None], PICK)
-            logits = torch.log_softmax(logits / state.sampling.temperature, -1) + gumbel(key, self.ids)
-        values, places = self.head.top(torch.log_softmax(logits, -1), self.tree.width)
-        return values, self.head.target_ids(places)
+        scores = child_scores(self.head.logits(hidden), self.ids, state, depth, by_noise=not self.rejection)
+        values, places = self.head.top(torch.log_softmax(scores, -1), self.tree.width)
+        # a branch that overflows has no chance: NaN would rank above its own parent
+        return values.masked_fill(values.isnan(), -torch.inf), self.head.target_ids(places)

@@ -6,11 +6,10 @@ import torch
 
 from fastea.cache import TREE_SLACK, KVCache
 from fastea.drafters import Draft
+from fastea.drafters.children import child_scores, drawn_scores
 from fastea.eagle import DraftHead
-from fastea.kernels.noise import gumbel
-from fastea.sampling import CHILDREN, PICK, log_probs, noise_key
 from fastea.state import DecodeState
-from fastea.tree import Tree
+from fastea.tree import DynamicTree, Tree
 
 
 class HeadDrafter:
@@ -18,6 +17,7 @@ class HeadDrafter:
 
     name = "eagle"
     draft_rows = TREE_SLACK
+    tree: Tree | DynamicTree
 
     def __init__(self, head: DraftHead, rejection: bool):
         self.head, self.module, self.ids, self.rejection = head, head, head.ids, rejection
@@ -27,8 +27,12 @@ class HeadDrafter:
 
     def prefill(self, tokens: torch.Tensor, features: torch.Tensor, start: torch.Tensor, cache: KVCache | None) -> None:
         assert cache is not None
-        positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        self.head(tokens, features, positions, start, None, 0, cache)
+        positions = start[:, None] + torch.arange(features.shape[1], device=tokens.device)
+        self.head(tokens[:, 1:], features, positions, start, None, 0, cache)
+
+    def propose(self, state: DecodeState) -> Draft:
+        """A tree for every sequence of the batch."""
+        raise NotImplementedError
 
     def extend(self, state: DecodeState) -> torch.Tensor:
         """Run the rows that the last round accepted, with the target's true features; the head's output for the root
@@ -49,6 +53,8 @@ class EagleDrafter(HeadDrafter):
     tend to pick alike); otherwise the top-k of q. With the rejection rule children are drawn without replacement,
     from noise of their own.
     """
+
+    tree: Tree
 
     def __init__(self, head: DraftHead, tree: Tree, rejection: bool = False, by_noise: bool = True):
         super().__init__(head, rejection)
@@ -88,14 +94,9 @@ class EagleDrafter(HeadDrafter):
         """Ranked children of every expanded row: [B, R, C] target ids."""
         width = min(self.tree.children.shape[1], logits.shape[-1])
         if probs is not None:
-            scores = log_probs(logits, state.sampling)
-            probs[:, rows[:, None], self.ids] = scores.exp()
-            # siblings of different parents must not share their draws: the parent's slot joins the position
-            places = (state.length + depth)[:, None] * 64 + rows
-            logits = scores + gumbel(noise_key(state.seed, state.stream, places, CHILDREN), self.ids)
-        elif self.by_noise and not state.sampling.greedy:
-            key = noise_key(state.seed, state.stream, (state.length + depth)[:, None], PICK)
-            logits = torch.log_softmax(logits / state.sampling.temperature, -1) + gumbel(key, self.ids)
-        chosen = self.head.target_ids(self.head.top(logits, width)[1])
+            scores = drawn_scores(logits, self.ids, state, depth, rows, probs)
+        else:
+            scores = child_scores(logits, self.ids, state, depth, self.by_noise)
+        chosen = self.head.target_ids(self.head.top(scores, width)[1])
         short = self.tree.children.shape[1] - width
         return chosen if not short else torch.cat((chosen, chosen[..., -1:].expand(-1, -1, short)), -1)
