@@ -33,9 +33,11 @@ def zero_alpha(generator: Generator) -> tuple[float, int]:
     """How often the head's first guess is the target's greedy token, over 64 tokens that the target itself wrote, with
     true features before each; and how many tokens these were."""
     head, model, device = head_of(generator), generator.model, generator.device
-    prompt = generator.encode(PROMPT)[: generator.max_seq_len - 8]
-    room = min(TOKENS + 1, generator.max_seq_len - len(prompt))
-    answer = generator.plain().generate(prompt, max_new_tokens=room, ignore_eos=True)
+    try:
+        prompt = generator.encode(PROMPT)
+    except FasteaError as error:
+        raise FasteaError(f"--check-head: its own prompt cannot be used ({error})") from None
+    answer = generator.plain().generate(prompt, max_new_tokens=TOKENS + 1, ignore_eos=True)
     assert not isinstance(answer, list)
     tokens = torch.tensor([prompt + answer.ids[:-1]], device=device)
     count = tokens.shape[1]

@@ -177,8 +177,11 @@ def _config(raw: Mapping[str, Any], state: State, target: Llama, where: str) -> 
 def _taps(raw: Mapping[str, Any], width: int, target: ModelConfig, where: str) -> tuple[int, ...]:
     """Layers whose inputs the head reads. Configurations name inputs, or, where the list starts with 1, outputs."""
     layers, nested = target.num_layers, raw.get("eagle_config") or {}
-    listed = raw.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
-    taps = tuple(int(i) for i in listed) if listed else default_taps(layers)
+    try:
+        listed = raw.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+        taps = tuple(int(i) for i in listed) if listed else default_taps(layers)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise FasteaError(f"{where}/config.json: a value is not what it should be ({error})") from None
     if listed and min(taps) == 1:
         taps = tuple(i + 1 for i in taps)
     if width != len(taps) * target.hidden_size:
@@ -222,10 +225,18 @@ def save_head(
         f"{where}.mlp.up_proj": up,
         f"{where}.mlp.down_proj": layer.down.weight,
     }
-    others = {"fc.weight": head.fc.weight, f"{where}.post_attention_layernorm.weight": layer.mlp_norm.weight}
+    others: dict[str, torch.Tensor] = {
+        "fc.weight": head.fc.weight,
+        f"{where}.post_attention_layernorm.weight": layer.mlp_norm.weight,
+    }
     if head.fc.bias is not None:
         others["fc.bias"] = head.fc.bias
+    if layer.qkv.bias is not None:
+        biases = layer.qkv.bias.split([len(part) for part in (q, k, v)])
+        others |= {f"{where}.self_attn.{n}_proj.bias": bias for n, bias in zip("qkv", biases, strict=True)}
     if isinstance(head, Eagle3Head):
+        if hasattr(head, "embed"):
+            others["embed_tokens.weight"] = head.embed.weight
         linear["lm_head"] = head.lm.weight
         others |= {
             f"{where}.input_layernorm.weight": head.layer.embed_norm.weight,
@@ -275,6 +286,7 @@ def write_config(head: DraftHead, folder: Path, card: dict[str, Any], entries: d
     if isinstance(head, Eagle3Head):
         config["draft_vocab_size"] = head.lm.shape[0]
         config["eagle_aux_hidden_state_layer_ids"] = list(head.taps)
+        config["norm_before_residual"] = head.layer.normed_residual
     if entries is None and path.exists():
         entries = read_json(path).get(KEY, {}).get("weights")
     if entries:

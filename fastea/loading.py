@@ -17,6 +17,7 @@ from fastea.drafters.eagle import EagleDrafter, HeadDrafter
 from fastea.drafters.hybrid import HybridDrafter
 from fastea.drafters.ngram import NgramDrafter
 from fastea.eagle import DraftHead
+from fastea.eagle3 import Eagle3Head
 from fastea.generator import Generator
 from fastea.gguf_vocabulary import from_gguf
 from fastea.head_files import load_head
@@ -94,13 +95,23 @@ def load(
     model = files.load(quantizer, target_kind)
     model.set_context(context)
     small = resolve_head_quant(head_quant, kind, triton)
-    small_quantizer, rejection = Quantizer(small, kind, where, triton=triton), accept == "rejection"
+    rejection = accept == "rejection"
     found: tuple[str, DraftHead] | None = None
     proposer: Drafter | None
     if draft_path:
-        proposer = _draft_model(draft_path, shape, model, tokenizer, context, rejection, small_quantizer)
+        if str(head) not in ("auto", "none"):
+            note(f"--head {head} is not used: --drafter {drafter} needs none")
+        draft = Checkpoint(draft_path)
+        if draft.quant and head_quant not in ("auto", "none"):
+            raise FasteaError(f"--head-quant {head_quant}: {draft_path} is quantized already ({draft.quant})")
+        small = None if draft.quant else small
+        check_weights_fit(draft.config, kind, draft.quant or small, where)
+        if triton and not use_triton("auto", where, kind, draft.config):
+            raise FasteaError(f"{draft_path}: the kernels cannot run this draft model; --kernels torch can")
+        small_quantizer = Quantizer(small, kind, where, triton=triton)
+        proposer = _draft_model(draft, shape, model, tokenizer, context, rejection, small_quantizer)
     else:
-        found = _find_head(head, drafter, model, files.folder, small_quantizer)
+        found = _find_head(head, drafter, model, files.folder, Quantizer(small, kind, where, triton=triton))
         proposer = _drafter(found, drafter, shape, model, context, rejection, where)
     if compile and not triton and not can_compile(where):
         note("--compile is off: no C++ compiler (or, on a GPU, no Triton) was found; running eager")
@@ -158,11 +169,12 @@ def _find_head(
     return None
 
 
-def default_tree(device: str, dtype: torch.dtype) -> str:
-    """The paper's tree where more rows cost little: on a GPU, and in bf16 on a CPU with AMX. Elsewhere a product's
-    time grows from a few rows on."""
-    flat = device.startswith("cuda") or (dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported())
-    return "eagle1" if flat else "chain:3"
+def default_tree(head: DraftHead, device: str, dtype: torch.dtype) -> str:
+    """On a GPU, where more rows cost little, the published tree of the head's kind; in bf16 on a CPU with AMX the first
+    of them. Elsewhere a product's time grows from a few rows on."""
+    if device.startswith("cuda"):
+        return "dynamic:60,10,8" if isinstance(head, Eagle3Head) else "eagle1"
+    return "eagle1" if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "chain:3"
 
 
 def _drafter(
@@ -177,7 +189,7 @@ def _drafter(
     """Over a head, or from the text alone."""
     if found:
         found[1].bind(model, context)
-        shape = tree or parse_tree(default_tree(device, model.embed.weight.dtype))
+        shape = tree or parse_tree(default_tree(found[1], device, model.embed.weight.dtype))
         inner: HeadDrafter
         if isinstance(shape, DynamicTree):
             inner = DynamicEagleDrafter(found[1], shape, rejection)
@@ -208,7 +220,7 @@ def _chain(tree: Tree | DynamicTree | None, drafter: str, default: str) -> Tree:
 
 
 def _draft_model(
-    path: str,
+    files: Checkpoint,
     tree: Tree | DynamicTree | None,
     target: Llama,
     tokenizer: Tokenizer,
@@ -217,16 +229,17 @@ def _draft_model(
     quantizer: Quantizer,
 ) -> DraftModelDrafter:
     """A small model of the same vocabulary, from a folder or a GGUF file."""
-    files = Checkpoint(path)
-    theirs = _tokenizer(files)
+    path, theirs = files.path, _tokenizer(files)
     if (theirs.pieces, theirs.specials) != (tokenizer.pieces, tokenizer.specials):
         sizes = f"{len(theirs)} ids, the target's {len(tokenizer)}"
         reason = sizes if len(theirs) != len(tokenizer) else f"{sizes}, but not the same ones"
         raise FasteaError(f"{path}: the draft model's vocabulary has {reason}; it belongs to another family of models")
+    if files.config.vocab_size < len(tokenizer):
+        raise FasteaError(f"{path}: it embeds {files.config.vocab_size} ids, its tokenizer has {len(tokenizer)}")
+    shape = _chain(tree, "model", "chain:4").to(quantizer.device)
     model = files.load(quantizer, type(target))
     model.set_context(context)
-    shape = _chain(tree, "model", "chain:4").to(quantizer.device)
-    return DraftModelDrafter(model, shape, len(tokenizer), rejection)
+    return DraftModelDrafter(model, shape, len(tokenizer), rejection, target.config.vocab_size)
 
 
 def _tokenizer(files: Checkpoint) -> Tokenizer:

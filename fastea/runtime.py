@@ -127,9 +127,9 @@ def can_compile(device: str) -> bool:
         return False
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One graph for each shape that it is called with."""
-    return torch.compile(function, fullgraph=True, dynamic=False)
+def compiled(function: Callable[..., Any], any_shape: bool = False) -> Callable[..., Any]:
+    """One graph for each shape that it is called with; any_shape: one for all."""
+    return torch.compile(function, fullgraph=True, dynamic=any_shape)
 
 
 def compiling() -> contextlib.AbstractContextManager[None]:

@@ -67,8 +67,11 @@ def _attend(
             else:
                 mask = visible_slots(words[b], offset + rows)
             out[b] = attend_folded(q[b], keys, values, mask)
-            if words is not None and bool(out[b].isnan().any()):  # 0 * NaN: nodes apart from the row's path count too
-                out[b] = _attend(*(t[b : b + 1] for t in (q, k, v, k_cache, v_cache, start, words)), offset, True)[0]
+            if bool(out[b].isnan().any()):  # 0 * NaN: rows that are hidden from this one count too
+                one = slice(b, b + 1)
+                seen = None if words is None else words[one]
+                parts = (t[one] for t in (q, k, v, k_cache, v_cache, start))
+                out[b] = _attend(*parts, seen, offset, True)[0]
     return out
 
 

@@ -31,6 +31,7 @@ from fastea.memory import peak_rss
 from fastea.round import Outcome
 from fastea.training.acceptance import AcceptanceTable
 from fastea.training.data import read_lines
+from fastea.tree import Tree
 
 PROMPTS = Path(__file__).parent.parent / "benchmarks" / "prompts.jsonl"
 SETTINGS = {"greedy": {}, "temperature 0.8, top-p 0.9": {"temperature": 0.8, "top_p": 0.9, "seed": 0}}
@@ -164,6 +165,8 @@ def force_acceptance(generator: Generator, shares: list[float]) -> None:
     if generator.round.captures and generator.compile:
         raise FasteaError("--synthetic-acceptance cannot reach into a captured round; use scripts/gpu_check.py model")
     tree, accept = generator.round.tree, generator._accept
+    if not isinstance(tree, Tree):
+        raise FasteaError(f"--synthetic-acceptance needs a static tree, not {tree.name}; give one with --tree")
     if len(shares) > tree.depth_max:
         raise FasteaError(
             f"--synthetic-acceptance has {len(shares)} rates, the tree {tree.name} {tree.depth_max} levels"

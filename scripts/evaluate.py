@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from fastea.config import FasteaError
+from fastea.drafters.eagle import HeadDrafter
+from fastea.drafters.hybrid import HybridDrafter
 from fastea.generator import Generator
 from fastea.loading import load
 from fastea.training.data import read_json_lines
@@ -57,6 +59,14 @@ def main() -> int:
     add("--quant")
     add("--head-quant", default="auto")
     add("--exact", action="store_true")
+    add("--accept", choices=["match", "rejection"], default="match")
+    add(
+        "--children",
+        choices=["noise", "likeliest"],
+        default="noise",
+        help="acceptance at a temperature: a head's children are the best by the noise that the target picks with "
+        "(default), or the likeliest",
+    )
     args = parser.parse_args()
     measures = {"exactness": exactness, "acceptance": acceptance, "perplexity": perplexity}
     try:
@@ -82,7 +92,7 @@ def questions(args: argparse.Namespace) -> list[dict[str, str]]:
 
 
 def build(args: argparse.Namespace, **changes: Any) -> Generator:
-    names = ("checkpoint", "head", "drafter", "tree", "dtype", "quant", "head_quant", "exact")
+    names = ("checkpoint", "head", "drafter", "tree", "dtype", "quant", "head_quant", "exact", "accept")
     settings = {name: getattr(args, name) for name in names}
     return load(**(settings | changes))
 
@@ -129,6 +139,9 @@ def top_gap(generator: Generator, prompt: str, ids: list[int]) -> float:
 def acceptance(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per round, by category and in all."""
     generator = build(args)
+    drafter = generator.drafter.inner if isinstance(generator.drafter, HybridDrafter) else generator.drafter
+    if isinstance(drafter, HeadDrafter) and args.children == "likeliest":
+        drafter.by_noise = False
     rounds: dict[str, int] = defaultdict(int)
     tokens: dict[str, int] = defaultdict(int)
     asked = questions(args)

@@ -86,12 +86,14 @@ def main() -> int:
 
 def train(args: argparse.Namespace) -> None:
     checkpoint = Path(args.checkpoint) if args.checkpoint else demo_model()
-    for name in ("held_out", "acceptance_prompts", "warmup", "max_len", "answer_batch"):
-        if getattr(args, name) < 1:
+    for name in ("held_out", "acceptance_prompts", "max_len", "answer_batch", "limit"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise FasteaError(
                 f"--{name.replace('_', '-')} {getattr(args, name)} is not possible; it must be at least 1"
             )
     recipe = recipe_of(args)
+    if recipe.inputs == "feature+unshifted":
+        raise FasteaError("--inputs feature+unshifted: no such head can draft; scripts/head_study.py measures one")
     work = args.work or cache_folder() / "training" / checkpoint.stem
     work.mkdir(parents=True, exist_ok=True)
     rows = answered(read_lines(args.data), checkpoint, work, args)
@@ -105,7 +107,7 @@ def train(args: argparse.Namespace) -> None:
         raise FasteaError(f"--init {args.init}: not a head of the kind {recipe.kind}")
     if recipe.kind == "eagle3":
         model.taps = init.taps if isinstance(init, Eagle3Head) else default_taps(model.config.num_layers)
-        if min(model.taps) < 2:
+        if not init and min(model.taps) < 2:
             raise FasteaError(f"{checkpoint}: {model.config.num_layers} layers are too few for an EAGLE-3 head (5)")
     samples = make_samples(rows, tokenizer, args.system, args.max_len)
     if len(samples) < 2 * args.held_out:
@@ -133,7 +135,7 @@ def train(args: argparse.Namespace) -> None:
         "steps": trainer.step,
         "seconds": round(trainer.seconds),
         "losses": {"feature": round(trainer.losses[0], 4), "token": round(trainer.losses[1], 4)},
-        "held_out": trainer.evaluate(),
+        "held_out": trainer.result or trainer.evaluate(),
     }
     head = trainer.finished()
     save_head(head, args.out, card, quant=None if args.save_quant == "none" else args.save_quant)

@@ -162,14 +162,27 @@ VOCAB = 300  # bytes, three markers, padding
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
     """A tiny chat checkpoint with a head beside it, written as published models are."""
+    from fastea.head_files import save_head
+
+    path, target = tmp_path_factory.mktemp("tiny model"), tiny_target(0, VOCAB)
+    write_checkpoint(path, target)
+    save_head(tiny_head(target), path / "eagle", {})
+    return path
+
+
+@pytest.fixture(scope="session")
+def deep_folder(tmp_path_factory) -> Path:
+    """The same of six layers, enough for an EAGLE-3 head; without a head."""
+    path = tmp_path_factory.mktemp("deep")
+    write_checkpoint(path, tiny_target(0, VOCAB, num_layers=6))
+    return path
+
+
+def write_checkpoint(path: Path, target: Llama) -> None:
     import tokenizers
     from safetensors.torch import save_file
     from tokenizers import decoders, models, pre_tokenizers
 
-    from fastea.head_files import save_head
-
-    path = tmp_path_factory.mktemp("tiny model")
-    target = tiny_target(0, VOCAB)
     c = target.config
     state = {"model.embed_tokens.weight": target.embed.weight, "model.norm.weight": target.norm.weight}
     state["lm_head.weight"] = target.lm_head.weight
@@ -183,7 +196,8 @@ def folder(tmp_path_factory) -> Path:
         state |= {f"{name}input_layernorm.weight": layer.attn_norm.weight}
         state |= {f"{name}post_attention_layernorm.weight": layer.mlp_norm.weight}
     save_file({n: t.detach().contiguous().clone() for n, t in state.items()}, path / "model.safetensors")
-    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96}
+    config |= {"num_hidden_layers": c.num_layers}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB}
     write_json(
         path / "config.json", config | {"rms_norm_eps": 1e-5, "max_position_embeddings": 512, "eos_token_id": 258}
@@ -195,5 +209,3 @@ def folder(tmp_path_factory) -> Path:
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|end|>"])
     backend.save(str(path / "tokenizer.json"))
     write_json(path / "tokenizer_config.json", {"chat_template": CHATML, "eos_token": "<|im_end|>"})
-    save_head(tiny_head(target), path / "eagle", {})
-    return path

@@ -325,6 +325,7 @@ class Opens:
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_code_in_a_bin_is_never_run(tmp_path, zipped):
+    """Case 19: neither a model's nor a head's."""
     marker = tmp_path / "marker"
     file = write_folder(tmp_path) / "pytorch_model.bin"
     evil = llama_tensors() | {"x": Opens(marker)}

@@ -311,5 +311,5 @@ def test_check_head_says_what_a_head_is_and_whether_it_fits(capsys, folder, tmp_
     assert code == 2 and "does not fit" in out and len(out.splitlines()) == 2
     assert "EAGLE-1: 64 wide, 4 heads and 2 KV heads of 16, MLP 96" in out and "biases of fc" in out
     code, _, err = run(capsys, *common, "--head", "none")
-    assert code == 2 and "no head" in err or "nothing is drafted" in err
+    assert (code == 2 and "no head" in err) or "nothing is drafted" in err
     assert (verdict(0.75), verdict(0.3), verdict(0.1)) == (verdict(0.5), verdict(0.2), verdict(0.0))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_exact import SMALL, build, exact_sizes, make
 
-from conftest import reference_greedy, tiny_target, write_json
+from conftest import byte_tokenizer, dense, reference_greedy, tiny_target, write_json
 from fastea.cli import main
 from fastea.config import FasteaError
 from fastea.drafters import Draft
@@ -15,6 +15,9 @@ from fastea.drafters.draft_model import DraftModelDrafter
 from fastea.drafters.dynamic import DynamicEagleDrafter
 from fastea.drafters.eagle import EagleDrafter
 from fastea.drafters.hybrid import HybridDrafter
+from fastea.generator import Generator
+from fastea.head_files import load_head, save_head
+from fastea.quantize.__main__ import main as quantize
 from fastea.tree import DynamicTree, Tree, chain, parse_tree
 
 
@@ -93,6 +96,21 @@ def test_rejection_with_a_model_keeps_the_distribution():
         ):
             counts[output.ids[0], output.ids[1]] += 1
     assert float((counts / n - joint).abs().sum() / 2) < 0.11 and (counts[joint == 0] == 0).all()
+
+
+def test_padded_vocabularies_of_unlike_size():
+    """A tokenizer of 50 ids, a target of 64 rows, a small model of 56: both rules, and no id past 50."""
+    target, small = tiny_target(0, 64), tiny_target(1, 56)
+    for model in (target, small):
+        model.set_context(256)
+    plain = Generator(target, byte_tokenizer(50), None, max_seq_len=256)
+    for rejection in (False, True):
+        drafter = DraftModelDrafter(small, chain(3), 50, rejection, columns=64)
+        generator = Generator(target, byte_tokenizer(50), drafter, max_seq_len=256, rejection=rejection)
+        output = generator.generate([1, 2], max_new_tokens=60, temperature=1.5, seed=1)
+        assert len(output.ids) == 60 and max(output.ids) < 50
+        if not rejection:
+            assert output.ids == plain.generate([1, 2], max_new_tokens=60, temperature=1.5, seed=1).ids
 
 
 class Fixed:
@@ -203,6 +221,19 @@ def test_a_branch_that_overflows_never_touches_the_text(drafts, exact):
         assert set(output.accepted[:-1]) == {2}  # every continuation was in the tree, the bad one in every round
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_chain_that_overflows_never_touches_the_text(exact):
+    """Case 12: rows of a chain are causal; what a later row holds must not reach the ones before it."""
+    target, _ = make(SMALL, seed=2)
+    wanted = reference_greedy(target, [1, 2, 3], 20)
+    bad = next(i for i in range(SMALL) if i not in (1, 2, 3, *wanted))
+    overflowing(target, bad)
+    for drafts in ([bad, bad], [wanted[1], bad]):
+        drafter = Fixed(chain(2), torch.tensor([drafts]))
+        output = build(target, drafter, exact_sizes(target) if exact else None).generate([1, 2, 3], max_new_tokens=20)
+        assert output.ids == wanted
+
+
 def test_numbers_that_overflow_on_the_text_itself_stop_with_advice():
     target, head = make(SMALL)
     first = reference_greedy(target, [1, 2, 3], 1)[0]
@@ -210,6 +241,23 @@ def test_numbers_that_overflow_on_the_text_itself_stop_with_advice():
     head.bind(target, 256)
     with pytest.raises(FasteaError, match=r"NaN.*bfloat16 or float32"):
         build(target, EagleDrafter(head, parse_tree("eagle1"))).generate([1, 2, 3], max_new_tokens=30)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_head_takes_the_dtype_of_its_target(tmp_path, stored, dtype):
+    """Case 12: whatever its file has."""
+    target, head = make(SMALL)
+    save_head(head, tmp_path / "head", {}, stored)
+    target = target.to(dtype)
+    target.set_context(256)
+    loaded = load_head(tmp_path / "head", target, dense(dtype))
+    loaded.bind(target, 256)
+    assert {p.dtype for p in loaded.parameters()} == {dtype}
+    sizes = exact_sizes(target)
+    drafted, plain = build(target, EagleDrafter(loaded, parse_tree("eagle1")), sizes), build(target, None, sizes)
+    output = drafted.generate([1, 2, 3], max_new_tokens=20)
+    assert output.ids == plain.generate([1, 2, 3], max_new_tokens=20).ids and sum(output.accepted) > 0
 
 
 def run(capsys, *argv):
@@ -240,6 +288,18 @@ def test_the_command_line_knows_them(capsys, folder, tmp_path):
         write_json(other / "tokenizer.json", wrong)
         code, _, err = run(capsys, *common, "--drafter", f"model:{other}")
         assert code == 2 and message in err and len(err.strip().splitlines()) == 1
+    write_json(other / "tokenizer.json", tokenizer)
+    config = json.loads((folder / "config.json").read_text())
+    write_json(other / "config.json", config | {"vocab_size": 258})
+    code, _, err = run(capsys, *common, "--drafter", f"model:{other}")
+    assert code == 2 and "embeds 258 ids, its tokenizer has 259" in err
+    small = tmp_path / "small"
+    assert quantize([str(folder), str(small), "--scheme", "int8"]) == 0
+    capsys.readouterr()
+    document = json.loads(run(capsys, *common, "--drafter", f"model:{small}")[1])
+    assert document["ids"] == plain["ids"] and document["tokens_per_round"] > 3
+    code, _, err = run(capsys, *common, "--drafter", f"model:{small}", "--head-quant", "int4")
+    assert code == 2 and "--head-quant int4" in err and "quantized already" in err
     for argv, message in (
         (["--drafter", "model"], "model:PATH"),
         (["--drafter", "model:"], "model:PATH"),

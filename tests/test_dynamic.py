@@ -182,6 +182,7 @@ def test_lists_of_slots_are_words_without_their_limit():
 
 
 def test_what_a_tree_may_be(capsys, folder):
+    """Case 10: what cannot be is refused, what is more than there is is fitted, with a note."""
     assert parse_tree("dynamic:32,8,6") == DynamicTree(32, 8, 6) and DynamicTree(32, 8, 6).name == "dynamic:32,8,6"
     for spec in (
         "dynamic:65,8,6",

@@ -96,6 +96,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_forward_equals_the_reference(tmp_path, variant):
+    """Case 7: no input norm, no final norm; biases of fc, q, k and v as the file has them."""
     target = tiny_target()
     state = published(tmp_path / "head", target, **variant)
     head = load_head(tmp_path / "head", target, dense())
@@ -151,6 +152,7 @@ def broken(change):
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, build, message):
+    """Cases 7 and 8: missing and unexpected tensors by name, another model's sizes beside this one's."""
     target = tiny_target()
     build(tmp_path / "head", target)
     with pytest.raises(FasteaError, match=message):

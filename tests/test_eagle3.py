@@ -9,7 +9,7 @@ from conftest import dense, reference_greedy, tiny_target, write_json
 from fastea.config import FasteaError
 from fastea.drafters.dynamic import DynamicEagleDrafter
 from fastea.drafters.eagle import EagleDrafter
-from fastea.head_files import load_head
+from fastea.head_files import load_head, save_head
 from fastea.tree import DynamicTree, Tree, chain
 
 VOCAB, WIDE = 64, 48  # of the target; of a head that is narrower than the target
@@ -184,6 +184,7 @@ def test_the_target_hands_out_the_inputs_of_its_layers():
     ],
 )
 def test_which_states_a_head_reads(tmp_path, config, layers, taps):
+    """Case 9."""
     target = target_of(layers)
     folder = publish(tmp_path / "head", tensors(target, taps=len(taps)), **config)
     head = load_head(folder, target, dense())
@@ -271,7 +272,7 @@ def test_a_head_of_another_model_names_both_sizes(tmp_path):
 
 @pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
 def test_the_text_is_plain_decodings(tmp_path, tree):
-    """Greedy and sampled, a draft vocabulary of half the ids; past the 40 positions that the head says it knows."""
+    """Case 11: greedy and sampled, a draft vocabulary of half the ids; past the 40 positions that the head knows."""
     target = target_of()
     head = load_head(publish(tmp_path / "head", tensors(target), max_position_embeddings=40), target, dense())
     head.bind(target, 256)
@@ -332,3 +333,30 @@ def test_the_running_cache_is_that_of_a_fresh_prefill(tmp_path):
 def test_the_official_key_set_is_complete():
     """The fifteen tensors of the official files, no more and no fewer."""
     assert len(tensors(target_of())) == 15
+
+
+@pytest.mark.parametrize("change", ["none", "biases", "own embedding", "normed residual"])
+def test_a_saved_head_is_what_was_loaded(tmp_path, change):
+    """Whatever a published head has is written too: a head may be trained further."""
+    target, config = target_of(), {}
+    state = tensors(target)
+    if change == "biases":
+        state |= {
+            f"midlayer.self_attn.{n}_proj.bias": torch.randn(rows) for n, rows in (("q", 64), ("k", 32), ("v", 32))
+        }
+    if change == "own embedding":
+        state = tensors(target, hidden=WIDE, heads=3, kv_heads=1)
+        state["embed_tokens.weight"] = torch.randn(VOCAB, WIDE)
+        config = {"hidden_size": WIDE, "num_attention_heads": 3, "num_key_value_heads": 1}
+    if change == "normed residual":
+        config = {"norm_before_residual": True}
+    head = load_head(publish(tmp_path / "head", state, **config), target, dense())
+    save_head(head, tmp_path / "again", {"a": 1}, torch.float32)
+    again = load_head(tmp_path / "again", target, dense())
+    tokens, features, zero = torch.arange(9)[None], torch.randn(1, 9, 4 * 64), torch.zeros(1, dtype=torch.int64)
+    outputs = []
+    for some in (head, again):
+        some.bind(target, 64)
+        outputs.append(some(tokens, features, torch.arange(9)[None], zero, None, 0, some.new_cache(1, 16)))
+    assert torch.equal(*outputs) and torch.equal(head.logits(outputs[0]), again.logits(outputs[1]))
+    assert torch.equal(head.draft_ids, again.draft_ids) and again.taps == head.taps and again.card == {"a": 1}

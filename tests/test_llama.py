@@ -114,7 +114,7 @@ def check_equal(reference, model, count: int) -> None:
 @pytest.mark.parametrize("head_dim", ["absent", None, 16, 20, 100])
 @pytest.mark.parametrize("kv_heads", ["absent", None, 4, 2, 1])
 def test_shapes(tmp_path, kv_heads, head_dim, tied):
-    """hidden 48, 4 heads: a stated head_dim wins, else 12; without KV heads there are as many as heads."""
+    """Case 16: hidden 48, 4 heads: a stated head_dim wins, else 12; without KV heads there are as many as heads."""
     raw = RAW | {"hidden_size": 48, "num_key_value_heads": kv_heads, "head_dim": head_dim, "tie_word_embeddings": tied}
     raw = {key: value for key, value in raw.items() if value != "absent"}
     reference, model = both_models(tmp_path, raw)
@@ -133,6 +133,7 @@ def test_plain_rotation(tmp_path, rope):
 @pytest.mark.parametrize("spelling", ["type", "rope_type", "rope_parameters"])
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3"])
 def test_scaled_rotation(tmp_path, kind, spelling):
+    """Case 17."""
     check_equal(*both_models(tmp_path, RAW | spelled(kind, spelling)), 120)
 
 

@@ -35,7 +35,7 @@ def test_train_a_head_from_prompts_alone(folder, tmp_path):
     card = json.loads((tmp_path / "head" / "config.json").read_text())["fastea"]
     assert card["data"]["samples"] == 11 and card["steps"] > 0 and card["losses"]["token"] > 0
     assert set(card["acceptance"]) == {"greedy", "temperature 0.8"}
-    assert json.loads(done.stdout.splitlines()[-1])["held_out_top"] == card["held_out_top"]
+    assert json.loads(done.stdout.splitlines()[-1])["held_out"] == card["held_out"]
     assert (tmp_path / "head" / "training.png").exists() or "matplotlib" in done.stderr
     with safe_open(tmp_path / "head" / "model.safetensors", "pt") as head:
         assert len(head.get_tensor("draft_ids")) <= 40
@@ -50,6 +50,55 @@ def test_train_a_head_from_prompts_alone(folder, tmp_path):
     assert (tmp_path / "work" / "answers.jsonl").read_text() == answers
     used = script("evaluate.py", "acceptance", "--checkpoint", folder, "--head", tmp_path / "head", "--questions", data)
     assert used.returncode == 0 and json.loads(used.stdout.splitlines()[-1])["tokens_per_round"]["in all"] >= 1
+
+
+def test_train_an_eagle3_head(folder, deep_folder, tmp_path):
+    """From prompts to a head in int8 that drafts, over the states inside the target that its file names."""
+    data = lines(tmp_path / "prompts.jsonl", [{"prompt": f"say {i}"} for i in range(12)])
+    argv = ["--kind", "eagle3", "--data", data, "--out", tmp_path / "head", "--work", tmp_path / "work"]
+    argv += ["--held-out", 3, "--epochs", 2, "--warmup", 2, "--answer-tokens", 12, "--max-len", 64, "--steps", 2]
+    argv += ["--acceptance-prompts", 2, "--draft-vocab", 40, "--save-quant", "int8"]
+    done = script("train_head.py", "--checkpoint", deep_folder, *argv)
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 3] and config["fastea"]["recipe"]["kind"] == "eagle3"
+    assert config["fastea"]["losses"]["feature"] == 0 and config["fastea"]["held_out"]["rows"] > 0
+    with safe_open(tmp_path / "head" / "model.safetensors", "pt") as head:
+        assert {"d2t", "t2d", "lm_head.codes", "midlayer.hidden_norm.weight", "fc.weight"} <= set(head.keys())
+    used = load(deep_folder, head=tmp_path / "head", exact=True)
+    plain = load(deep_folder, head="none", exact=True)
+    assert used.generate("say 3", max_new_tokens=30).ids == plain.generate("say 3", max_new_tokens=30).ids
+    more = script("train_head.py", "--checkpoint", deep_folder, *argv, "--init", tmp_path / "head", "--epochs", 1)
+    assert more.returncode == 0, more.stderr
+    for wrong, message in (
+        (["--checkpoint", folder], "2 layers are too few"),
+        (["--checkpoint", deep_folder, "--inputs", "token"], "always reads all its inputs"),
+        (
+            ["--checkpoint", deep_folder, "--kind", "eagle1", "--init", tmp_path / "head"],
+            "not a head of the kind eagle1",
+        ),
+    ):
+        done = script("train_head.py", *argv, *wrong)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_study_of_heads(deep_folder, tmp_path):
+    """Each run once: the four inputs of the ablation, both kinds at each size."""
+    rows = [{"prompt": f"say {i}", "answer": "abcdefgh"[i % 5 :] * 2, "finished": True} for i in range(40)]
+    argv = ["--checkpoint", deep_folder, "--data", lines(tmp_path / "a.jsonl", rows), "--out", tmp_path / "out"]
+    argv += ["--work", tmp_path / "work", "--held-out", 5, "--draft-vocab", 40, "--batch-tokens", 256]
+    argv += ["--ablation-tokens", 60, "--sizes", 40, 120]
+    done = script("head_study.py", *argv)
+    assert done.returncode == 0, done.stderr
+    runs = [json.loads(line) for line in (tmp_path / "out" / "study.jsonl").read_text().splitlines()]
+    assert [r["inputs"] for r in runs[:4]] == ["feature+shifted", "feature+unshifted", "token", "feature"]
+    assert [(r["kind"], r["tokens"]) for r in runs[4:]] == [(k, n) for n in (40, 120) for k in ("eagle1", "eagle3")]
+    assert (tmp_path / "out" / "study.md").read_text().count("\n| ") == 2 * 2 + 8
+    again = script("head_study.py", *argv)
+    assert again.returncode == 0 and not again.stdout
+    bad = script("head_study.py", *argv, "--sizes", 10**6)
+    assert bad.returncode == 2 and len(bad.stderr.strip().splitlines()) == 1
 
 
 def test_bad_training_input_is_one_line(folder, tmp_path):

@@ -143,6 +143,10 @@ def test_features_are_the_targets_own_and_resume(tmp_path):
     assert len(again) == 0
     again.fill(target, 40)
     assert len(store) == len(again) == 22
+    target.taps = (0,)
+    FeatureStore(tmp_path / "s", samples, target).fill(target, 40, limit=5)  # takes nothing away from the others
+    assert len(store) == len(again) == 22
+    target.taps = (1, 2)
     for i, sample in enumerate(samples):
         cache = target.new_cache(1, 40)
         ids = torch.tensor([sample.tokens])
@@ -268,6 +272,43 @@ def test_interrupted_run_resumes_to_the_same_weights(tmp_path, stores):
     fewer = Trainer(target, train, held, recipe, tmp_path / "parts", limit=20)
     with pytest.raises(FasteaError, match="data"):
         fewer.resume()
+    reduced = Trainer(target, train, held, recipe, tmp_path / "parts", init=halved(first.head, recipe, target))
+    with pytest.raises(FasteaError, match="head that it started from"):
+        reduced.resume()
+
+
+def halved(head, recipe, target):
+    """A fresh head over half of the vocabulary."""
+    return new_head(target, recipe, torch.arange(0, 64, 2))
+
+
+def test_a_recipe_says_what_cannot_be():
+    for changes, message in (
+        ({"kind": "eagle2"}, "known are eagle1 and eagle3"),
+        ({"inputs": "features"}, "feature.shifted"),
+        ({"steps": 0}, "--steps"),
+        ({"kind": "eagle3", "feature_weight": 0.1}, "EAGLE-3 has no feature loss"),
+        ({"kind": "eagle3", "feature_weight": 0.0, "inputs": "token"}, "reads all its inputs"),
+        ({"feature_weight": 0.0, "token_weight": 0.0}, "nor both 0"),
+        ({"token_weight": -1.0}, "must not be negative"),
+        ({"warmup": 0}, "--warmup 0"),
+    ):
+        with pytest.raises(FasteaError, match=message):
+            Recipe(**changes)
+    with pytest.raises(FasteaError, match="--kv-heads 3"):
+        new_head(tiny_target(), Recipe(kv_heads=3), None)
+
+
+def test_a_start_from_a_head_without_an_input(tmp_path, stores):
+    """Figure 8's inputs that are left out have no weight, and no division by it."""
+    recipe, target, train, held = stores
+    if recipe["kind"] == "eagle3":
+        return
+    init = new_head(target, Recipe(), None)
+    trainer = Trainer(target, train, held, Recipe(**(recipe | {"inputs": "token"})), tmp_path / "run", init=init)
+    trainer.train_step([0, 1], None)
+    head = trainer.finished()
+    assert head.fc.weight.isfinite().all() and (head.fc.weight[:, 64:] == 0).all() and head.fc.weight[:, :64].any()
 
 
 def test_batches_go_on_over_epochs_of_different_size():

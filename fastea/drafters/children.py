@@ -14,12 +14,15 @@ def child_scores(
 ) -> torch.Tensor:
     """Whose best are proposed: [B, R, Vd] -> [B, R, Vd]. depth: of the children; ids: [Vd] target ids.
 
-    At T > 0, by_noise, log q + g with the noise that the target will pick with, so that both tend to pick alike.
+    At T > 0, by_noise, log q + g with the noise that the target will pick with, so that both tend to pick alike;
+    otherwise log q at that temperature.
     """
-    if state.sampling.greedy or not by_noise:
+    if state.sampling.greedy:
         return logits
-    key = noise_key(state.seed, state.stream, (state.length + depth)[:, None], PICK)
-    return torch.log_softmax(logits / state.sampling.temperature, -1) + gumbel(key, ids)
+    log_q = torch.log_softmax(logits / state.sampling.temperature, -1)
+    if not by_noise:
+        return log_q
+    return log_q + gumbel(noise_key(state.seed, state.stream, (state.length + depth)[:, None], PICK), ids)
 
 
 def drawn_scores(

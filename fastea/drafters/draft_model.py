@@ -18,13 +18,15 @@ class DraftModelDrafter:
     """Each round: one forward over the tokens accepted last, then one a token of the chain.
 
     model: with rotary tables for the run's context; vocab: ids from there on are no tokens and never proposed. With the
-    rejection rule the chain is drawn from the model's distribution, from noise of its own.
+    rejection rule the chain is drawn from the model's distribution, from noise of its own; columns: the target's
+    vocabulary, padding included, over which that distribution is handed on.
     """
 
     name = "model"
 
-    def __init__(self, model: Llama, tree: Tree, vocab: int, rejection: bool = False):
+    def __init__(self, model: Llama, tree: Tree, vocab: int, rejection: bool = False, columns: int | None = None):
         self.model, self.module, self.tree, self.rejection = model, model, tree, rejection
+        self.columns = columns or vocab
         self.ids = torch.arange(vocab, device=model.embed.weight.device)
         self.run_layer: Callable[..., torch.Tensor] = DecoderLayer.forward
 
@@ -44,7 +46,7 @@ class DraftModelDrafter:
         steps, size = len(self.tree) - 1, len(self.ids)
         probs: torch.Tensor | None = None
         if self.rejection and not state.sampling.greedy:
-            probs = torch.zeros(len(state.root), steps + 1, size, device=self.ids.device)
+            probs = torch.zeros(len(state.root), steps + 1, self.columns, device=self.ids.device)
         hidden = self._forward(state.emitted, state.length - state.count + 1, state.draft_cache)
         last = (state.count - 1).clamp(min=0)[:, None, None].expand(-1, -1, hidden.shape[2])
         hidden, tokens = hidden.gather(1, last), [state.root[:, None]]

@@ -25,7 +25,7 @@ class DynamicEagleDrafter(HeadDrafter):
     tree: DynamicTree
 
     def __init__(self, head: DraftHead, tree: DynamicTree, rejection: bool = False):
-        super().__init__(head, rejection)
+        super().__init__(head, rejection, by_noise=not rejection)
         self.tree = tree.fitted(len(self.ids))
         self.draft_rows = self.tree.draft_rows
 
@@ -60,7 +60,7 @@ class DynamicEagleDrafter(HeadDrafter):
 
     def _children(self, hidden: torch.Tensor, state: DecodeState, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Log acceptance estimates and target ids of every row's children, best first: [B, R, K] each."""
-        scores = child_scores(self.head.logits(hidden), self.ids, state, depth, by_noise=not self.rejection)
+        scores = child_scores(self.head.logits(hidden), self.ids, state, depth, by_noise=self.by_noise)
         values, places = self.head.top(torch.log_softmax(scores, -1), self.tree.width)
         # a branch that overflows has no chance: NaN would rank above its own parent
         return values.masked_fill(values.isnan(), -torch.inf), self.head.target_ids(places)

@@ -13,14 +13,19 @@ from fastea.tree import DynamicTree, Tree
 
 
 class HeadDrafter:
-    """What drafting with a head always needs. draft_rows: rows of the draft cache that one tree takes."""
+    """What drafting with a head always needs. draft_rows: rows of the draft cache that one tree takes.
+
+    by_noise: at T > 0 children are the top-k of log q + g with the target's own noise (the draft and the target then
+    tend to pick alike); otherwise the top-k of q.
+    """
 
     name = "eagle"
     draft_rows = TREE_SLACK
     tree: Tree | DynamicTree
 
-    def __init__(self, head: DraftHead, rejection: bool):
-        self.head, self.module, self.ids, self.rejection = head, head, head.ids, rejection
+    def __init__(self, head: DraftHead, rejection: bool, by_noise: bool = True):
+        self.head, self.module, self.ids = head, head, head.ids
+        self.rejection, self.by_noise = rejection, by_noise
 
     def new_cache(self, batch: int, max_seq_len: int, device: str | None = None) -> KVCache | None:
         return self.head.new_cache(batch, max_seq_len, device, self.draft_rows)
@@ -49,16 +54,14 @@ class EagleDrafter(HeadDrafter):
     """Each round: one extend forward over the rows accepted last, with the target's true features, then one forward
     a level over the nodes that have children. Rows of the draft cache made from predicted features are overwritten.
 
-    by_noise: at T > 0 children are the top-k of log q + g with the target's own noise (the draft and the target then
-    tend to pick alike); otherwise the top-k of q. With the rejection rule children are drawn without replacement,
-    from noise of their own.
+    With the rejection rule children are drawn without replacement, from noise of their own.
     """
 
     tree: Tree
 
     def __init__(self, head: DraftHead, tree: Tree, rejection: bool = False, by_noise: bool = True):
-        super().__init__(head, rejection)
-        self.tree, self.by_noise = tree, by_noise
+        super().__init__(head, rejection, by_noise)
+        self.tree = tree
 
     def propose(self, state: DecodeState) -> Draft:
         tree, head, cache = self.tree, self.head, state.draft_cache

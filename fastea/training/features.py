@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from tqdm import tqdm
 
 from fastea.checkpoint import fingerprint
 from fastea.llama import DecoderLayer, Llama
+from fastea.runtime import can_compile, compiled
 from fastea.training.data import Sample
 
 BLOCK = 256  # samples between two checkpoints
@@ -56,14 +56,17 @@ class FeatureStore:
             self.columns.append(np.memmap(path, dtype=np.float16, mode="r+", shape=shape))
 
     def __len__(self) -> int:
-        done = [self.folder / f"{name}.done" for name in self.names]
-        return min(int(path.read_text()) if path.exists() else 0 for path in done)
+        return min(map(self._done, self.names))
+
+    def _done(self, name: str) -> int:
+        path = self.folder / f"{name}.done"
+        return int(path.read_text()) if path.exists() else 0
 
     def _mark(self, done: int) -> None:
         for name, column in zip(self.names, self.columns, strict=True):
             column.flush()
             temporary = self.folder / f"{name}.new"
-            temporary.write_text(str(done))
+            temporary.write_text(str(max(done, self._done(name))))
             os.replace(temporary, self.folder / f"{name}.done")
 
     def features(self, index: int) -> torch.Tensor:
@@ -76,17 +79,19 @@ class FeatureStore:
         if len(self) >= total:
             return
         model.set_context(max(len(s.tokens) for s in self.samples))
+        few = total - len(self) < BLOCK or not can_compile(str(model.embed.weight.device))
+        run = _layer if few else compiled(_layer, any_shape=True)
         progress = tqdm(total=total, initial=len(self), unit="seq", desc="features")
         for first in range(len(self), total, BLOCK):
             block = range(first, min(first + BLOCK, total))
             for group in by_length(block, self.samples, batch_tokens):
                 rows = [self.samples[i].tokens for i in group]
                 tokens = torch.tensor([(*r, *[0] * (len(rows[-1]) - len(r))) for r in rows])
-                out = whole(model, tokens.to(model.embed.weight.device))
-                for i, states in zip(group, out, strict=True):
-                    parts = states[: len(self.samples[i].tokens)].clamp(-LARGEST, LARGEST).to("cpu", torch.float16)
-                    for column, part in zip(self.columns, parts.chunk(len(self.columns), -1), strict=True):
-                        column[self.offsets[i] : self.offsets[i + 1]] = part.numpy()
+                states = whole(model, tokens.to(model.embed.weight.device), run).clamp(-LARGEST, LARGEST)
+                parts = states.to("cpu", torch.float16).chunk(len(self.columns), -1)
+                for column, part in zip(self.columns, parts, strict=True):
+                    for i, rows_of in zip(group, part.numpy(), strict=True):
+                        column[self.offsets[i] : self.offsets[i + 1]] = rows_of[: len(self.samples[i].tokens)]
                 progress.update(len(group))
             self._mark(block[-1] + 1)
         progress.close()
@@ -102,18 +107,22 @@ def by_length(indices: Iterable[int], samples: list[Sample], tokens: int) -> lis
     return groups
 
 
+def _layer(layer: DecoderLayer, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    q, k, v = (t.transpose(1, 2) for t in layer.project(x, rope))
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return layer.finish(x, mixed.transpose(1, 2))
+
+
 @torch.inference_mode()
-def whole(model: Llama, tokens: torch.Tensor) -> torch.Tensor:
-    """The model over whole sequences [B, T] at once, without a cache -> features [B, T, feature_size]."""
+def whole(model: Llama, tokens: torch.Tensor, run: Callable[..., torch.Tensor] = _layer) -> torch.Tensor:
+    """The model over whole sequences [B, T] at once, without a cache -> features [B, T, feature_size]. run: what calls
+    a layer, for compiling."""
     x, states = model.embed(tokens), {}
     rope = model.rope[: tokens.shape[1]].expand(len(tokens), -1, -1, -1)
-    for i, module in enumerate(model.layers):
-        layer = cast(DecoderLayer, module)
+    for i, layer in enumerate(model.layers):
         if i in model.taps:
             states[i] = x
-        q, k, v = (t.transpose(1, 2) for t in layer.project(x, rope))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = layer.finish(x, mixed.transpose(1, 2))
+        x = run(layer, x, rope)
     return model.features(model.norm(x), states | {len(model.layers): x})
 
 

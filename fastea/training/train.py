@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -21,7 +22,7 @@ from fastea.eagle3 import Eagle3Head, default_taps
 from fastea.llama import Llama
 from fastea.training.data import Sample, draft_vocabulary, supervised_rows
 from fastea.training.features import FeatureStore, by_length
-from fastea.training.losses import cross_entropy
+from fastea.training.losses import cross_entropy, distributions
 from fastea.training.unroll import ScaledLinear, unroll
 
 INPUTS = ("feature+shifted", "feature+unshifted", "token", "feature")  # figure 8 of the EAGLE paper
@@ -39,7 +40,7 @@ class Recipe:
     steps: int = 1  # drafting steps that are trained; from the second on the head reads its own states
     step_weight: float = 0.8  # a step's weight in the loss, relative to the one before (EAGLE-3's)
     learning_rate: float = 1e-3
-    warmup: int = 100  # optimizer steps
+    warmup: int = 100  # optimizer steps, a tenth of all at most
     epochs: float = 10.0
     batch_tokens: int = 2048
     noise: float = 0.1  # features get U(-noise, noise)
@@ -55,8 +56,12 @@ class Recipe:
             raise FasteaError(
                 f"--kind {self.kind} --inputs {self.inputs}: known are {' and '.join(RECIPES)}; {', '.join(INPUTS)}"
             )
+        if self.warmup < 1:
+            raise FasteaError(f"--warmup {self.warmup} is not possible; it must be at least 1")
         if self.steps < 1 or (self.kind == "eagle3" and (self.inputs != INPUTS[0] or self.feature_weight)):
             raise FasteaError("--steps must be at least 1; EAGLE-3 has no feature loss and always reads all its inputs")
+        if min(self.feature_weight, self.token_weight) < 0 or not self.feature_weight + self.token_weight:
+            raise FasteaError("--feature-weight and --token-weight must not be negative, nor both 0")
 
 
 # What each kind of head changes in these defaults. EAGLE-3 (arXiv 2503.01840): no loss on features, no noise.
@@ -68,8 +73,10 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 def new_head(target: Llama, recipe: Recipe, draft_ids: torch.Tensor | None) -> DraftHead:
     """A fresh head in fp32 with the target's width, head count and rotary base. EAGLE-3's LM head starts as the
-    target's rows, its last norm as the target's."""
+    target's rows. Raises FasteaError for head counts that do not divide."""
     c = target.config
+    if c.num_heads % (recipe.kv_heads or c.num_heads):
+        raise FasteaError(f"--kv-heads {recipe.kv_heads} does not divide the {c.num_heads} heads")
     config = ModelConfig(
         hidden_size=c.hidden_size,
         intermediate_size=recipe.intermediate or c.intermediate_size,
@@ -99,7 +106,7 @@ def new_head(target: Llama, recipe: Recipe, draft_ids: torch.Tensor | None) -> D
         if isinstance(head, Eagle3Head):
             rows = target.lm_head.weight if draft_ids is None else target.lm_head.weight[draft_ids]
             head.lm.weight.copy_(rows)
-            head.norm.weight.copy_(target.norm.weight)
+            head.norm.weight.fill_(0.5 / (head.lm.weight.std().item() * math.sqrt(c.hidden_size)))  # calm logits
     return head.requires_grad_(True)
 
 
@@ -191,7 +198,7 @@ class Trainer:
         scale = self._scale(train, count, init is None).to(device)
         self.head.fc = ScaledLinear(self.head.fc, scale)
         if init is not None:
-            self.head.fc.weight.data.div_(scale)
+            self.head.fc.weight.data.div_(scale.where(scale > 0, 1))
         rows = target.lm_head.weight
         self.scored = (rows if self.head.draft_ids is None else rows[self.head.draft_ids]).to(self.low)
         trained = [p for p in self.head.parameters() if p.requires_grad]  # not the target's LM head
@@ -201,7 +208,11 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
         self.step, self.seconds, self.losses = 0, 0.0, (0.0, 0.0)
         self.total = max(1, round(recipe.epochs * len(self.batches.epoch(0))))
+        ids = None if self.head.draft_ids is None else self.head.draft_ids.tolist()
+        shapes = [list(p.shape) for p in self.head.parameters()]
         self.data = [train.identity, count]
+        self.shape = hashlib.sha256(json.dumps([ids, shapes]).encode()).hexdigest()
+        self.result: dict[str, Any] | None = None  # of the last evaluation
         folder.mkdir(parents=True, exist_ok=True)
 
     def _scale(self, train: FeatureStore, count: int, fresh: bool) -> torch.Tensor:
@@ -228,6 +239,8 @@ class Trainer:
         changed = {k for k, v in asdict(self.recipe).items() if state["recipe"].get(k) != v and k != "epochs"}
         if state["data"] != self.data:
             changed.add("data")
+        if state["shape"] != self.shape:
+            changed.add("the head that it started from")
         if changed:
             raise FasteaError(
                 f"{path}: was made with other settings ({', '.join(sorted(changed))}); use another --work"
@@ -241,7 +254,7 @@ class Trainer:
         state: dict[str, Any] = {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
         state |= {"step": self.step, "seconds": self.seconds}
         temporary = self.folder / "checkpoint.new"
-        torch.save(state | {"recipe": asdict(self.recipe), "data": self.data}, temporary)
+        torch.save(state | {"recipe": asdict(self.recipe), "data": self.data, "shape": self.shape}, temporary)
         temporary.replace(self.folder / "checkpoint.pt")
 
     def rate(self, budget: float | None) -> float:
@@ -250,7 +263,8 @@ class Trainer:
         if budget:
             progress = max(progress, self.seconds / budget)
         decay = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        return self.recipe.learning_rate * decay * min(1.0, (self.step + 1) / self.recipe.warmup)
+        warmup = min(self.recipe.warmup, max(1, self.total // 10))
+        return self.recipe.learning_rate * decay * min(1.0, (self.step + 1) / warmup)
 
     def run(self, budget: float | None = None, evaluate_every: int = 500) -> None:
         """Train to the end of the epochs or of the time budget (seconds), logging and saving on the way."""
@@ -270,7 +284,8 @@ class Trainer:
                 bar.set_postfix(feature=f"{feature:.3f}", token=f"{token:.3f}")
                 self.log(step=self.step, seconds=self.seconds, feature=feature, token=token)
             if self.step % evaluate_every == 0 or last:
-                self.log(step=self.step, seconds=self.seconds, held=self.evaluate())
+                self.result = self.evaluate()
+                self.log(step=self.step, seconds=self.seconds, held=self.result)
                 self.save()
         bar.close()
 
@@ -287,6 +302,9 @@ class Trainer:
             return list(unroll(self.head, batch.tokens.to(self.device), features, rows, steps, ahead))
 
     def train_step(self, group: list[int], budget: float | None) -> tuple[float, float]:
+        """Losses on features and tokens. What the target says is its distribution over the draft vocabulary,
+        renormalised: the best proposal, given that one is possible. (EAGLE's own code leaves out rows whose likeliest
+        token is outside.)"""
         recipe, head, batch = self.recipe, self.head, self.batches.load(group)
         final = batch.features[..., : self.target.config.hidden_size].to(self.device)
         rows, room = batch.rows.to(self.device), batch.room.to(self.device)
@@ -306,7 +324,7 @@ class Trainer:
         if recipe.feature_weight:
             feature = (F.smooth_l1_loss(hidden, wanted[at], reduction="none").mean(-1) * shares).sum()
         if recipe.token_weight:
-            target = torch.softmax((wanted.to(self.low) @ self.scored.T).float(), -1).to(self.low)
+            target = distributions(wanted, self.scored)
             token = cross_entropy(head.lm_input(hidden), head.lm.weight, target, at, shares)
         total = recipe.feature_weight * feature + recipe.token_weight * token
         self.optimizer.zero_grad(set_to_none=True)

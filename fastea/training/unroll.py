@@ -72,16 +72,17 @@ def attention(
     """q: [B, A, H, D], of the rows [B, A]; keys, values: [B, T, KV, D] of step 0; own: for each later step those of the
     rows themselves [B, A, KV, D] -> [B, A, H, D]."""
     groups = q.shape[2] // keys.shape[2]
-    keys, values = (t.repeat_interleave(groups, 2) for t in (keys, values))
+    if groups > 1:
+        keys, values = (t.repeat_interleave(groups, 2) for t in (keys, values))
+        own = [(k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)) for k, v in own]
     q = q * (1 / math.sqrt(q.shape[3]))
     scores = (q.transpose(1, 2) @ keys.permute(0, 2, 3, 1)).float()  # [B, H, A, T]
     hidden = torch.arange(keys.shape[1], device=q.device) > rows[:, None, :, None]
     parts = [scores.masked_fill(hidden, -torch.inf)]
-    repeated = [tuple(t.repeat_interleave(groups, 2) for t in pair) for pair in own]
-    parts += [(q * k).sum(-1).float().transpose(1, 2)[..., None] for k, _ in repeated]
+    parts += [(q * k).sum(-1).float().transpose(1, 2)[..., None] for k, _ in own]
     shares = torch.softmax(torch.cat(parts, -1), -1).to(values.dtype)
     mixed = (shares[..., : keys.shape[1]] @ values.transpose(1, 2)).transpose(1, 2)
-    for i, (_, v) in enumerate(repeated):
+    for i, (_, v) in enumerate(own):
         mixed = mixed + shares[..., keys.shape[1] + i].transpose(1, 2)[..., None] * v
     return mixed
 
