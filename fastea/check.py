@@ -16,7 +16,7 @@ PROMPT = (
     "and what the rider does with the handlebars in a curve. Then give three short pieces of advice to somebody who is "
     "learning to ride."
 )
-TOKENS = 64
+TOKENS = 192
 GOOD, WIRED = 0.5, 0.2  # 0-alpha of published heads on chat text is 0.7 to 0.8; below the second it is chance
 
 
@@ -30,8 +30,8 @@ def head_of(generator: Generator) -> DraftHead:
 
 @torch.inference_mode()
 def zero_alpha(generator: Generator) -> tuple[float, int]:
-    """How often the head's first guess is the target's greedy token, over 64 tokens that the target itself wrote, with
-    true features before each; and how many tokens these were."""
+    """How often the head's first guess is the target's greedy token, over TOKENS tokens that the target itself wrote,
+    with true features before each; and how many tokens these were."""
     head, model, device = head_of(generator), generator.model, generator.device
     try:
         prompt = generator.encode(PROMPT)

@@ -32,6 +32,7 @@ from fastea.drafters.eagle import HeadDrafter
 from fastea.drafters.hybrid import HybridDrafter
 from fastea.generator import Generator
 from fastea.loading import load
+from fastea.sampling import Sampling
 from fastea.training.data import read_json_lines
 
 CORPUS = Path(__file__).parent.parent / "benchmarks" / "corpus.txt"
@@ -59,6 +60,7 @@ def main() -> int:
     add("--quant")
     add("--head-quant", default="auto")
     add("--exact", action="store_true")
+    add("--compile", action="store_true")
     add("--accept", choices=["match", "rejection"], default="match")
     add(
         "--children",
@@ -92,7 +94,7 @@ def questions(args: argparse.Namespace) -> list[dict[str, str]]:
 
 
 def build(args: argparse.Namespace, **changes: Any) -> Generator:
-    names = ("checkpoint", "head", "drafter", "tree", "dtype", "quant", "head_quant", "exact", "accept")
+    names = ("checkpoint", "head", "drafter", "tree", "dtype", "quant", "head_quant", "exact", "accept", "compile")
     settings = {name: getattr(args, name) for name in names}
     return load(**(settings | changes))
 
@@ -142,6 +144,7 @@ def acceptance(args: argparse.Namespace) -> dict[str, Any]:
     drafter = generator.drafter.inner if isinstance(generator.drafter, HybridDrafter) else generator.drafter
     if isinstance(drafter, HeadDrafter) and args.children == "likeliest":
         drafter.by_noise = False
+    generator.warm_up(args.batch, Sampling(args.temperature, seed=args.seed))
     rounds: dict[str, int] = defaultdict(int)
     tokens: dict[str, int] = defaultdict(int)
     asked = questions(args)

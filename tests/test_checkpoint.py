@@ -490,7 +490,7 @@ def test_gguf_tensors_are_accounted_for(tmp_path):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"architectures": ["GemmaForCausalLM"]}, "MixtralForCausalLM"),
         ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),

@@ -13,6 +13,7 @@ import torch
 
 import fastea
 from fastea import demo
+from fastea.check import GOOD, WIRED, head_of, verdict, zero_alpha
 from fastea.checkpoint import Checkpoint, fingerprint, same_model
 from fastea.config import FasteaError
 
@@ -99,13 +100,24 @@ def test_shipped_head_drafts_well(model):
 FLOOR = 2.0  # tokens per round over QUESTIONS; benchmarks/head.md has what was measured
 
 
+def test_the_shipped_head_passes_its_own_check(model):
+    """And one whose rows are shuffled does not: what it says then is chance."""
+    alpha, count = zero_alpha(model)
+    assert alpha >= GOOD and count == 192 and verdict(alpha) == "the head fits"
+    head = head_of(model)
+    kept = head.draft_ids
+    head.draft_ids = kept.flip(0)
+    assert zero_alpha(model)[0] < WIRED
+    head.draft_ids = kept
+
+
 def test_shipped_head_belongs_to_the_demo_model(model):
     heads = list((ROOT / "fastea" / "heads").glob("*/config.json"))
     assert heads
     for config in heads:
         card = json.loads(config.read_text())["fastea"]
         assert (config.parent / "model.safetensors").stat().st_size <= 16 * 2**20
-        assert {"data", "recipe", "steps", "held_out_top", "acceptance"} <= set(card)
+        assert {"data", "recipe", "steps", "held_out", "acceptance"} <= set(card)
         assert same_model(model.model, card["target"])
     recorded = fingerprint(model.model)
     assert not same_model(model.model, [v + 0.02 for v in recorded]) and not same_model(model.model, [])
