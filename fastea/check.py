@@ -20,10 +20,16 @@ TOKENS = 192
 GOOD, WIRED = 0.5, 0.2  # 0-alpha of published heads on chat text is 0.7 to 0.8; below the second it is chance
 
 
+def head_drafter(generator: Generator) -> HeadDrafter | None:
+    """What drafts with a head, alone or beside prompt lookup; None where nothing does."""
+    drafter = generator.drafter.inner if isinstance(generator.drafter, HybridDrafter) else generator.drafter
+    return drafter if isinstance(drafter, HeadDrafter) else None
+
+
 def head_of(generator: Generator) -> DraftHead:
     """The head that drafts. Raises FasteaError where there is none."""
-    drafter = generator.drafter.inner if isinstance(generator.drafter, HybridDrafter) else generator.drafter
-    if not isinstance(drafter, HeadDrafter):
+    drafter = head_drafter(generator)
+    if drafter is None:
         raise FasteaError("--check-head: nothing is drafted by a head here; give one with --head FOLDER")
     return drafter.head
 
@@ -62,15 +68,14 @@ def verdict(alpha: float) -> str:
 
 def describe(head: DraftHead) -> str:
     """One line: kind, shapes, and what is the head's own."""
-    c, third = head.config, isinstance(head, Eagle3Head)
+    c = head.config
     layer = f"{c.hidden_size} wide, {c.num_heads} heads and {c.num_kv_heads} KV heads of {c.head_dim}"
-    reads = (
-        f"reads the states before layers {', '.join(map(str, head.taps))}"
-        if isinstance(head, Eagle3Head)
-        else ("reads the final state")
-    )
-    rows = f"LM head {'of its own' if third else 'of the target'} over {head.lm.shape[0]} of {c.vocab_size} ids"
+    if isinstance(head, Eagle3Head):
+        kind, reads, owner = 3, f"the states before layers {', '.join(map(str, head.taps))}", "of its own"
+    else:
+        kind, reads, owner = 1, "the final state", "of the target"
+    rows = f"LM head {owner} over {head.lm.shape[0]} of {c.vocab_size} ids"
     embedding = "an embedding of its own" if hasattr(head, "embed") else "the target's embedding"
     biases = [n for n, part in (("fc", head.fc), ("q, k and v", head.layer.qkv)) if part.bias is not None]
     bias = f"; biases of {' and '.join(biases)}" if biases else ""
-    return f"EAGLE-{3 if third else 1}: {layer}, MLP {c.intermediate_size}; {reads}; {rows}; {embedding}{bias}"
+    return f"EAGLE-{kind}: {layer}, MLP {c.intermediate_size}; reads {reads}; {rows}; {embedding}{bias}"

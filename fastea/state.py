@@ -57,6 +57,11 @@ class DecodeState:
         for tensor in (self.length, self.root, self.count, self.done):
             tensor.zero_()
 
+    def last_accepted(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of rows [B, W, h] over the tokens in `emitted`, the one of the last that is real: [B, 1, h]."""
+        last = (self.count - 1).clamp(min=0)[:, None, None].expand(-1, -1, rows.shape[2])
+        return rows.gather(1, last)
+
     def retire(self, row: int) -> None:
         """This sequence has ended: it advances no more, and what rounds still write for it goes to its first rows."""
         self.done[row], self.length[row], self.count[row] = True, 0, 0

@@ -27,9 +27,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from fastea.check import head_drafter
 from fastea.config import FasteaError
-from fastea.drafters.eagle import HeadDrafter
-from fastea.drafters.hybrid import HybridDrafter
 from fastea.generator import Generator
 from fastea.loading import load
 from fastea.sampling import Sampling
@@ -141,8 +140,8 @@ def top_gap(generator: Generator, prompt: str, ids: list[int]) -> float:
 def acceptance(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per round, by category and in all."""
     generator = build(args)
-    drafter = generator.drafter.inner if isinstance(generator.drafter, HybridDrafter) else generator.drafter
-    if isinstance(drafter, HeadDrafter) and args.children == "likeliest":
+    drafter = head_drafter(generator)
+    if drafter and args.children == "likeliest":
         drafter.by_noise = False
     generator.warm_up(args.batch, Sampling(args.temperature, seed=args.seed))
     rounds: dict[str, int] = defaultdict(int)

@@ -72,9 +72,9 @@ def study(args: argparse.Namespace) -> None:
     if len(samples) <= args.held_out:
         raise FasteaError(f"{args.data}: {len(samples)} usable samples; more than --held-out are needed")
     runs: list[tuple[str, int, dict[str, Any]]] = []
-    shared = {"draft_vocab": args.draft_vocab, "batch_tokens": args.batch_tokens, "epochs": 1.0}
+    shared = {"token_weight": 1.0, "draft_vocab": args.draft_vocab, "batch_tokens": args.batch_tokens, "epochs": 1.0}
     if "ablation" in args.parts:
-        runs += [("ablation", args.ablation_tokens, {"inputs": inputs, "token_weight": 1.0}) for inputs in INPUTS]
+        runs += [("ablation", args.ablation_tokens, {"inputs": inputs}) for inputs in INPUTS]
     if "scaling" in args.parts:
         for tokens in args.sizes:
             runs += [("scaling", tokens, RECIPES[kind] | {"kind": kind, "steps": args.steps}) for kind in RECIPES]
@@ -82,7 +82,7 @@ def study(args: argparse.Namespace) -> None:
     path = args.out / "study.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     for part, tokens, changes in runs:
-        recipe = Recipe(**(changes | shared | {"token_weight": 1.0, "feature_weight": _feature_weight(changes)}))
+        recipe = Recipe(**({"feature_weight": 0.1} | changes | shared))  # EAGLE-3 has none
         name = {"part": part, "tokens": tokens, "kind": recipe.kind, "inputs": recipe.inputs, "steps": recipe.steps}
         if any(name.items() <= line.items() for line in lines):
             continue
@@ -100,11 +100,6 @@ def study(args: argparse.Namespace) -> None:
         print(json.dumps(lines[-1]))
     (args.out / "study.md").write_text(tables(lines), encoding="utf-8")
     plot([line for line in lines if line["part"] == "scaling"], args.out / "study.png")
-
-
-def _feature_weight(changes: dict[str, Any]) -> float:
-    """The loss on features: a tenth of the cross-entropy's weight, none for EAGLE-3."""
-    return float(changes.get("feature_weight", 0.1))
 
 
 def tables(lines: list[dict[str, Any]]) -> str:

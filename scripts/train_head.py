@@ -43,7 +43,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--work", type=Path, help="folder for answers, features and checkpoints (default: in the cache)"
     )
-    parser.add_argument("--run", type=Path, help="folder for the checkpoint and the log (default: run in --work)")
     parser.add_argument("--held-out", type=int, default=300, help="samples kept out of training (default 300)")
     parser.add_argument("--limit", type=int, help="use this many training samples at most")
     parser.add_argument("--max-len", type=int, default=384, help="longest sequence in tokens (default 384)")
@@ -118,7 +117,7 @@ def train(args: argparse.Namespace) -> None:
     store = FeatureStore(work / "train", samples[: -args.held_out], model)
     held.fill(model)
     store.fill(model, limit=args.limit)
-    trainer = Trainer(model, store, held, recipe, args.run or work / "run", args.limit, init)
+    trainer = Trainer(model, store, held, recipe, work / "run", args.limit, init)
     if args.resume and trainer.resume():
         print(f"resumed at step {trainer.step} of {trainer.total}", file=sys.stderr)
     trainer.run(args.time_budget * 60 if args.time_budget else None)

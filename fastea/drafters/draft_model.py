@@ -48,8 +48,7 @@ class DraftModelDrafter:
         if self.rejection and not state.sampling.greedy:
             probs = torch.zeros(len(state.root), steps + 1, self.columns, device=self.ids.device)
         hidden = self._forward(state.emitted, state.length - state.count + 1, state.draft_cache)
-        last = (state.count - 1).clamp(min=0)[:, None, None].expand(-1, -1, hidden.shape[2])
-        hidden, tokens = hidden.gather(1, last), [state.root[:, None]]
+        hidden, tokens = state.last_accepted(hidden), [state.root[:, None]]
         for depth in range(1, steps + 1):
             logits = self.model.logits(hidden)[..., :size]
             if probs is not None:

@@ -46,8 +46,7 @@ class HeadDrafter:
         start = state.length - state.count  # rows before it are made of true features already
         positions = start[:, None] + torch.arange(state.emitted.shape[1], device=start.device)
         out = self.head(state.emitted, state.features, positions, start, None, 0, state.draft_cache)
-        last = (state.count - 1).clamp(min=0)[:, None, None].expand(-1, -1, out.shape[2])
-        return out.gather(1, last)
+        return state.last_accepted(out)
 
 
 class EagleDrafter(HeadDrafter):

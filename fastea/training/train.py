@@ -289,6 +289,10 @@ class Trainer:
                 self.save()
         bar.close()
 
+    def products(self) -> torch.autocast:
+        """Where products are made in the target's dtype."""
+        return torch.autocast(self.device.type, self.low, enabled=self.low != torch.float32)
+
     def passes(self, batch: Batch, steps: int) -> list[torch.Tensor]:
         """The head's outputs [B, A, h] of each step."""
         ahead = 0 if self.recipe.inputs == "feature+unshifted" else 1
@@ -298,7 +302,7 @@ class Trainer:
             noise = torch.rand(batch.features.shape, generator=generator) * 2 - 1
             features = features + (noise * self.recipe.noise).to(self.device)
         rows = batch.rows.to(self.device)
-        with torch.autocast(self.device.type, self.low, enabled=self.low != torch.float32):
+        with self.products():
             return list(unroll(self.head, batch.tokens.to(self.device), features, rows, steps, ahead))
 
     def train_step(self, group: list[int], budget: float | None) -> tuple[float, float]:
@@ -343,14 +347,12 @@ class Trainer:
         hits, right, tried = torch.zeros(4), torch.zeros(CHAIN), torch.zeros(CHAIN)
         for group in self.held_batches.epoch(0):
             batch = self.held_batches.load(group)
-            final = batch.features[..., : self.target.config.hidden_size].to(
-                self.device, self.target.embed.weight.dtype
-            )
+            final = batch.features[..., : self.target.config.hidden_size].to(self.device, self.low)
             greedy = self.target.logits(final).argmax(-1).cpu()  # [B, T]
             last = batch.tokens.shape[1] - 1
             agreed = torch.ones_like(batch.rows, dtype=torch.bool)
             for j, hidden in enumerate(self.passes(batch, CHAIN)):
-                with torch.autocast(self.device.type, self.low, enabled=self.low != torch.float32):
+                with self.products():
                     guesses = self.head.target_ids(self.head.logits(hidden).topk(4, dim=-1).indices).cpu()
                 wanted = greedy.gather(1, (batch.rows + 1 + j).clamp(max=last))
                 some = agreed & (batch.room > j)
