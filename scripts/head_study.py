@@ -15,15 +15,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fastea.config import FasteaError
 from fastea.demo import cache_folder, demo_model
 from fastea.eagle3 import default_taps
-from fastea.loading import load
 from fastea.runtime import exit_code
 from fastea.training.data import Sample, make_samples, read_lines
-from fastea.training.features import FeatureStore
+from fastea.training.features import FeatureStore, load_target
 from fastea.training.train import INPUTS, RECIPES, Recipe, Trainer
 
 PARTS = ("ablation", "scaling")
@@ -64,10 +61,7 @@ def study(args: argparse.Namespace) -> None:
         if getattr(args, name) < 1:
             raise FasteaError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be at least 1")
     work = args.work or cache_folder() / "training" / checkpoint.stem
-    kind = "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
-    target = load(
-        checkpoint, head="none", drafter="none", max_seq_len=args.max_len, device="cpu", dtype=kind, pack=False
-    )
+    target = load_target(checkpoint, args.max_len)
     samples = make_samples(read_lines(args.data), target.tokenizer, None, args.max_len)
     if len(samples) <= args.held_out:
         raise FasteaError(f"{args.data}: {len(samples)} usable samples; more than --held-out are needed")

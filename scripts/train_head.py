@@ -31,7 +31,7 @@ from fastea.runtime import exit_code
 from fastea.training.acceptance import measure
 from fastea.training.answers import write_answers
 from fastea.training.data import make_samples, read_lines
-from fastea.training.features import FeatureStore
+from fastea.training.features import FeatureStore, load_target
 from fastea.training.train import INPUTS, RECIPES, Recipe, Trainer
 
 
@@ -96,10 +96,7 @@ def train(args: argparse.Namespace) -> None:
     work = args.work or cache_folder() / "training" / checkpoint.stem
     work.mkdir(parents=True, exist_ok=True)
     rows = answered(read_lines(args.data), checkpoint, work, args)
-    kind = "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
-    generator = load(
-        checkpoint, head="none", drafter="none", max_seq_len=args.max_len, device="cpu", dtype=kind, pack=False
-    )
+    generator = load_target(checkpoint, args.max_len)
     model, tokenizer = generator.model, generator.tokenizer
     init = load_head(args.init, model, Quantizer(None, torch.float32, "cpu", pack=False)) if args.init else None
     if init and isinstance(init, Eagle3Head) != (recipe.kind == "eagle3"):

@@ -19,12 +19,20 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from fastea.checkpoint import fingerprint
+from fastea.generator import Generator
 from fastea.llama import DecoderLayer, Llama
+from fastea.loading import load
 from fastea.runtime import can_compile, compiled
 from fastea.training.data import Sample
 
 BLOCK = 256  # samples between two checkpoints
 LARGEST = 65504  # of fp16; residual streams may pass it at a few places
+
+
+def load_target(checkpoint: Path, max_len: int) -> Generator:
+    """The target as training uses it, on the CPU: plain matrices, in bf16 where products of many rows are fastest."""
+    kind = "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
+    return load(checkpoint, head="none", drafter="none", max_seq_len=max_len, device="cpu", dtype=kind, pack=False)
 
 
 class FeatureStore:
