@@ -6,10 +6,11 @@ print(model.generate("Explain why the sky is blue.").text)
 """
 
 from fastea.answer import Output
+from fastea.chat import Chat
 from fastea.config import FasteaError
 from fastea.generator import Generator
 from fastea.loading import load
 from fastea.sampling import Sampling
 
-__all__ = ["FasteaError", "Generator", "Output", "Sampling", "load"]
+__all__ = ["Chat", "FasteaError", "Generator", "Output", "Sampling", "load"]
 __version__ = "0.1.0"

@@ -14,6 +14,7 @@ class Output:
 
     text: without end marks and stop strings. ids: as generated, an id that ended the text included.
     finish_reason: "stop" (end id or stop string), "length" (max_new_tokens or the context) or "interrupted".
+    cached_tokens: of the prompt, those that were in the KV cache already.
     rounds: verify forwards; accepted: draft tokens accepted in each. tokens_per_round counts accepted tokens and the
     target's own, before the last round is cut. Times in seconds; tokens_per_s = new tokens after the first / decode_s.
     """
@@ -22,6 +23,7 @@ class Output:
     ids: list[int] = field(default_factory=list)
     finish_reason: str = "interrupted"
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     rounds: int = 0
     accepted: list[int] = field(default_factory=list)
     prefill_s: float = 0.0
@@ -50,6 +52,7 @@ class Answer:
     """Takes accepted tokens as rounds deliver them; cuts at the first end id, stop string or limit.
 
     limit: most new tokens; prompt: the ids before them. Text that could still turn into a stop string is held back.
+    spans: what the last `push` returned, in parts (text, whether a drafted token brought it).
     """
 
     def __init__(
@@ -64,27 +67,32 @@ class Answer:
         self._stop_ids, self._stops = stop_ids, [s for s in stops if s]
         self._stream = TextStream(tokenizer, prompt)
         self._held = ""
+        self.spans: list[tuple[str, bool]] = []
         self.finished = False
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Add tokens in order; returns the text that is now certain."""
-        certain = ""
-        for token in tokens:
+        """Add the tokens of a round in order, drafted ones and the target's own as the last; returns the text that is
+        now certain."""
+        self.spans = []
+        for place, token in enumerate(tokens, 1):
             if self.finished:
                 break
             self.output.ids.append(token)
             if token in self._stop_ids:
-                certain += self._finish("stop")
-                break
-            certain += self._release(self._stream.push([token]))
-            if not self.finished and len(self.output.ids) >= self.limit:
-                certain += self._finish("length")
+                text = self._finish("stop")
+            else:
+                text = self._release(self._stream.push([token]))
+                if not self.finished and len(self.output.ids) >= self.limit:
+                    text += self._finish("length")
+            self.spans.append((text, place < len(tokens)))
+        certain = "".join(text for text, _ in self.spans)
         self.output.text += certain
         return certain
 
     def interrupt(self) -> str:
         """End here; returns what was held back."""
         rest = "" if self.finished else self._finish("interrupted")
+        self.spans = [(rest, False)]
         self.output.text += rest
         return rest
 

@@ -13,13 +13,25 @@ from typing import Any
 import torch
 
 from fastea.answer import Output
+from fastea.chat import Chat, converse
 from fastea.check import WIRED, describe, head_of, verdict, zero_alpha
 from fastea.config import FasteaError
 from fastea.generator import Generator
 from fastea.loading import load
 from fastea.memory import peak_rss
+from fastea.planner import drawn
+from fastea.run import Run
 from fastea.runtime import note
 from fastea.sampling import Sampling
+
+PROMPT = "Explain why the sky is blue."
+ALONE = {
+    "json": "--json",
+    "raw": "--raw",
+    "check_head": "--check-head",
+    "explain_tree": "--explain-tree",
+    "profile": "--profile",
+}  # not with --chat
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,7 +40,8 @@ def parser() -> argparse.ArgumentParser:
         epilog="Flags may be written with dashes or underscores. Exit codes: 0 done, 2 bad input, 130 interrupted.",
     )
     add = p.add_argument
-    add("--prompt", default="Explain why the sky is blue.", help="text to answer; - reads standard input")
+    add("--prompt", help=f"text to answer; - reads standard input (default: {PROMPT})")
+    add("--chat", action="store_true", help="a conversation at the terminal; /quit ends it")
     add(
         "--checkpoint",
         "--checkpoint-path",
@@ -47,9 +60,10 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--tree",
-        help="eagle1 (26 nodes, root included), chain:K (K drafts; ngram's default: 8, model's: 4), dynamic:N,K,D "
-        "(EAGLE-2: N nodes with the root, K children a node, D draft forwards) or a .json of paths; default "
-        "with a head: eagle1 (EAGLE-3: dynamic:60,10,8) on a GPU, eagle1 in bf16 on a CPU with AMX, else chain:3",
+        help="auto (what is fastest here, by measurement), eagle1 (26 nodes, root included), chain:K (K drafts; "
+        "ngram's default: 8, model's: 4), dynamic:N,K,D (EAGLE-2: N nodes with the root, K children a node, D draft forwards) "
+        "or a .json of paths; default with a head: auto if its card says how often it is accepted, else eagle1 "
+        "(EAGLE-3: dynamic:60,10,8) on a GPU, eagle1 in bf16 on a CPU with AMX, else chain:3",
     )
     add("--max-new-tokens", type=int, default=256, help="longest answer in tokens (default 256)")
     add("--temperature", type=float, default=0.0, help="0 = greedy (default)")
@@ -107,6 +121,7 @@ def parser() -> argparse.ArgumentParser:
         help="auto: the Triton kernels on a GPU that can run them, else torch's operators (same text, slower there)",
     )
     add("--profile", metavar="FILE", help="write a Chrome trace of the rounds to FILE (open it at ui.perfetto.dev)")
+    add("--explain-tree", action="store_true", help="draw the tree that --tree auto takes, say why, and end")
     add("--check-head", action="store_true", help="say what the head is and how well it fits the model, and end")
     add("--threads", type=int, help="threads of a CPU (default: torch's choice, one a core)")
     add(
@@ -116,6 +131,7 @@ def parser() -> argparse.ArgumentParser:
         "one) or sleep (passive); default: OpenMP's own, which spins briefly",
     )
     add("--json", action="store_true", help="print one JSON document instead of text")
+    add("--show-draft", action="store_true", help="colour what accepted draft tokens brought (green)")
     return p
 
 
@@ -181,9 +197,16 @@ def restart(wait_policy: str) -> None:
 def run(args: argparse.Namespace) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character still gets the rest
-    prompt = read_prompt(args.prompt)
     if args.num_samples < 1:
         raise FasteaError(f"--num-samples {args.num_samples} is not possible; it must be at least 1")
+    if args.show_draft and args.json:
+        raise FasteaError("--show-draft colours text, --json prints none: leave one of them away")
+    if args.chat:
+        alone = [flag for name, flag in ALONE.items() if getattr(args, name)]
+        if alone or args.num_samples > 1 or args.prompt == "-":
+            raise FasteaError(f"--chat: {(alone or ['--num-samples and --prompt -'])[0]} cannot be used beside it")
+    given = args.prompt is not None or not args.chat
+    prompt = read_prompt(PROMPT if args.prompt is None else args.prompt) if given else None
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed).with_seed()
     model = load(
         args.checkpoint, args.head, drafter=args.drafter, tree=args.tree, accept=args.accept, exact=args.exact,
@@ -196,6 +219,13 @@ def run(args: argparse.Namespace) -> int:
         alpha, count = zero_alpha(model)
         print(f"0-alpha {alpha:.2f} over {count} tokens: {verdict(alpha)}")
         return 0 if alpha >= WIRED else 2
+    if args.explain_tree:
+        print(explained(model, sampling))
+        return 0
+    if args.chat:
+        talk(model, sampling, prompt, args)
+        return 0
+    assert prompt is not None
     if model.tokenizer.template is None and not args.raw:
         note("this checkpoint has no chat template: continuing the prompt as plain text")
     documents: list[dict[str, Any]] = []
@@ -210,14 +240,16 @@ def run(args: argparse.Namespace) -> int:
             prepare(model, sampling, args)
         try:
             with profiled(args.profile):
-                for piece in answer:
-                    show(args, piece)
+                for _ in answer:
+                    show(args, answer)
         except (KeyboardInterrupt, FasteaError) as error:  # what was produced is still shown and counted
             stopped = error
             if not answer.outputs[0].ids and isinstance(error, FasteaError):
                 raise
-            show(args, answer.interrupt())
-        show(args, "\n")
+            answer.interrupt()
+            show(args, answer)
+        if not args.json:
+            print(flush=True)
         output = answer.outputs[0]
         documents.append(document(model, output))
         if not args.json:
@@ -249,7 +281,10 @@ def profiled(path: str | None) -> Iterator[None]:
 
 def prepare(model: Generator, sampling: Sampling, args: argparse.Namespace) -> None:
     """Say what memory is about to be taken, and compile."""
+    model.choose_tree(sampling)
     if not args.json:
+        if model.planner:
+            note(str(model.planner.plans[sampling.greedy]))
         if model.info["quant_report"]:
             note(f"weights: {model.info['quant_report']}")
         size, cache = model.weight_bytes / 1e6, model.cache_bytes() / 1e6
@@ -260,14 +295,39 @@ def prepare(model: Generator, sampling: Sampling, args: argparse.Namespace) -> N
         note(f"compiled in {model.compile_s:.0f} s")
 
 
+def explained(model: Generator, sampling: Sampling) -> str:
+    """--explain-tree."""
+    if model.planner is None:
+        raise FasteaError(
+            f"--explain-tree: the tree {model.info['tree']} was not chosen by measurement; use --tree auto and a head"
+        )
+    model.choose_tree(sampling)
+    return drawn(model.planner.plans[sampling.greedy])
+
+
 def _or_none(choice: str) -> str | None:
     return None if choice == "none" else choice
 
 
-def show(args: argparse.Namespace, piece: str) -> None:
-    if not args.json:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+def talk(model: Generator, sampling: Sampling, first: str | None, args: argparse.Namespace) -> None:
+    """--chat: a conversation until the user ends it."""
+    if model.tokenizer.template is None:
+        raise FasteaError("--chat: this checkpoint has no chat template; continue a text with --prompt")
+    chat = Chat(
+        model, args.system, max_new_tokens=args.max_new_tokens, temperature=sampling.temperature, top_k=sampling.top_k,
+        top_p=sampling.top_p, seed=sampling.seed, stop=args.stop, ignore_eos=args.ignore_eos,
+    )  # fmt: skip
+    prepare(model, sampling, args)
+    converse(chat, first, lambda output: summary(model, output), lambda answer: show(args, answer))
+
+
+def show(args: argparse.Namespace, answer: Run) -> None:
+    """The last piece of an answer."""
+    if args.json:
+        return
+    for text, drafted in answer.spans:
+        sys.stdout.write(f"\x1b[32m{text}\x1b[0m" if drafted and text and args.show_draft else text)
+    sys.stdout.flush()
 
 
 def document(model: Generator, output: Output) -> dict[str, Any]:
@@ -298,12 +358,14 @@ def document(model: Generator, output: Output) -> dict[str, Any]:
 def summary(model: Generator, output: Output) -> str:
     """Three lines for a person."""
     info = model.info
-    prefill = output.prompt_tokens / output.prefill_s if output.prefill_s else 0.0
+    new = output.prompt_tokens - output.cached_tokens
+    prefill = new / output.prefill_s if output.prefill_s else 0.0
+    cached = f" ({output.cached_tokens} more were in the cache)" if output.cached_tokens else ""
     seed = "" if output.seed is None else f", seed {output.seed}"
     quant = "" if info["quant"] == "none" else f" {info['quant']} ({info['bits_per_weight']:.2f} bits per weight),"
     peak = f", peak memory {rss / 1e6:.0f} MB" if (rss := peak_rss()) else ""
     return (
-        f"prefill  {output.prompt_tokens} tokens, {prefill:.1f} tokens/s\n"
+        f"prefill  {new} tokens{cached}, {prefill:.1f} tokens/s\n"
         f"decode   {output.new_tokens} tokens, {output.tokens_per_s:.1f} tokens/s, "
         f"{output.tokens_per_round:.2f} tokens per round (accepted + 1), ended by {output.finish_reason}\n"
         f"ran      {info['model']},{quant} {info['dtype']} on {info['device']}, tree {info['tree']}, "

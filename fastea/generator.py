@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Generator as PyGenerator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from fastea.answer import Answer, Output
+from fastea.answer import Output
 from fastea.config import FasteaError
-from fastea.drafters import Drafter
-from fastea.drafters.draft_model import DraftModelDrafter
-from fastea.llama import DecoderLayer, Llama
+from fastea.drafters import Draft, Drafter
+from fastea.engine import Engine
+from fastea.llama import Llama
 from fastea.memory import available_bytes, tensor_bytes
+from fastea.planner import Planner
 from fastea.replay import Replay
 from fastea.round import Outcome, Round
-from fastea.runtime import compiled, compiling, note
+from fastea.run import Prompt, Run
+from fastea.runtime import compiling, note
 from fastea.sampling import PICK, Sampling, noise_key, pick
 from fastea.state import DecodeState
-from fastea.tokenizer import Message, Tokenizer
-from fastea.tree import AnyTree, chain
+from fastea.tokenizer import Tokenizer
+from fastea.tree import AnyTree
 
 CHUNK = 64  # prompt tokens a prefill forward takes
 REPLAYS = 4  # graphs that are kept, one for each kind of sampling: each has memory of its own
-
-Prompt = str | Sequence[Message] | Sequence[int]
 
 
 class Generator:
@@ -48,19 +50,65 @@ class Generator:
         compile: bool = False,
         round_kind: type[Round] = Round,
         info: dict[str, Any] | None = None,
+        planner: Planner | None = None,
     ):
-        self.model, self.tokenizer, self.drafter, self.max_seq_len = model, tokenizer, drafter, max_seq_len
+        self.model, self.tokenizer, self.max_seq_len = model, tokenizer, max_seq_len
         self.info, self.load_s, self.compile_s = info or {}, 0.0, 0.0
-        self.tree: AnyTree = drafter.tree if drafter else chain(0).to(str(model.embed.weight.device))
-        self.round = round_kind(model, self.tree, drafter, rejection, row_sizes, len(tokenizer))
-        self.row_sizes = row_sizes
-        self._use(compile)
+        self.row_sizes, self.rejection, self.round_kind, self.compile = row_sizes, rejection, round_kind, compile
+        self.device = model.embed.weight.device
         self.seconds = {"draft": 0.0, "verify": 0.0, "accept": 0.0}  # of all rounds; on a GPU, of launching them
         self._warm: set[tuple[int, Sampling]] = set()
         self._replays: dict[tuple[int, Sampling], Replay] = {}  # of the state that is held
         self._states: dict[int, DecodeState] = {}
-        self.device = model.embed.weight.device
+        self.planner = planner
+        self.equip(Engine(self, drafter))
         self.closed = False
+        self._busy = threading.Lock()
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self.engine.drafter
+
+    @property
+    def round(self) -> Round:
+        return self.engine.round
+
+    @property
+    def tree(self) -> AnyTree:
+        return self.engine.round.tree
+
+    def choose_tree(self, sampling: Sampling, again: bool = True) -> None:
+        """With `--tree auto`, decode with the tree that is best for these settings. again: also give up one that was
+        chosen before, if what it accepted speaks for another."""
+        if self.planner and (engine := self.planner.engine(self, sampling, again)) is not self.engine:
+            self.equip(engine)
+            self.info["tree"] = self.planner.plans[sampling.greedy].name
+
+    def equip(self, engine: Engine) -> None:
+        """Decode with this from now on. What the caches hold is given up."""
+        self.engine = engine
+        self._warm.clear()
+        self._replays.clear()
+        self._states.clear()
+
+    def check_open(self) -> None:
+        """Raises FasteaError after `close`."""
+        if self.closed:
+            raise FasteaError("this model is closed; load it again")
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """The model is one caller's, in this thread or another. Raises FasteaError while it is another's."""
+        self.check_open()
+        if not self._busy.acquire(blocking=False):
+            raise FasteaError(
+                "this model is writing another answer, and it writes one at a time: let that stream end, or "
+                "interrupt() it"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -115,7 +163,9 @@ class Generator:
         """An iterator of text pieces, which join to the answer's text; `.outputs[0]` is the report, at any time.
 
         Options: max_new_tokens (256), temperature, top_k, top_p, seed, stop (strings), system, raw, ignore_eos,
-        streams (noise stream of each prompt, default 0, 1, ...), observe (called with every round's Outcome).
+        streams (noise stream of each prompt, default 0, 1, ...), observe (called with every round's Outcome),
+        stop_when (called between rounds with the outputs so far; true ends them as "interrupted"), reuse (keep what
+        the caches hold of this prompt's beginning since the last call; see `reusable`).
         """
         return Run(self, [prompt], **options)  # type: ignore[arg-type]
 
@@ -164,25 +214,10 @@ class Generator:
         except Exception as error:  # a compiler that is there but does not work
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             note(f"--compile is off: compiling failed ({reason}); running eager")
-            self._use(compile=False)
+            self.compile = False
+            self.engine.use(compile=False)
         self._warm.add((batch, sampling.shape()))
         self.compile_s += time.perf_counter() - begin
-
-    def _use(self, compile: bool) -> None:
-        """The round's parts, compiled or as they are: one layer of the target for all of them, which compiles in
-        seconds, drafting and accepting. Prefill stays eager: it is one forward of many rows."""
-        self.compile = compile
-        compile = compile and not self.round.captures  # there the round is one graph of kernels, and nothing compiles
-
-        def part(function: Callable[..., Any]) -> Callable[..., Any]:
-            return compiled(function) if compile else function
-
-        self.round.run_layer = part(DecoderLayer.forward)
-        if isinstance(self.drafter, DraftModelDrafter):  # a decoder of its own: layer by layer as well
-            self.drafter.run_layer, self._draft = self.round.run_layer, self.round.draft
-        else:
-            self._draft = part(self.round.draft)
-        self._accept = part(self.round.accept)
 
     def _run_twice(self, batch: int, sampling: Sampling) -> DecodeState:
         """A short prompt and two rounds: every shape that a run has."""
@@ -190,25 +225,26 @@ class Generator:
         state.reset(sampling, list(range(batch)))
         for row in range(batch):
             self.prefill(state, row, [0, 0])
-        for _ in range(2):
-            self.step(state)
+        pace = self.engine.pace
+        for count in pace.buckets if pace else (None, None):
+            self._step(state, count)
         return state
 
     @torch.inference_mode()
-    def prefill(self, state: DecodeState, row: int, ids: list[int], room: int | None = None) -> int:
+    def prefill(self, state: DecodeState, row: int, ids: list[int], room: int | None = None, kept: int = 0) -> int:
         """Run a prompt through target and drafter, chunk by chunk of one shape; returns the first new token. room:
-        tokens that the answer may have, None: any number."""
+        tokens that the answer may have, None: any number; kept: of the prompt's tokens, already in the caches."""
         cache = state.cache.row(row)
         draft = state.draft_cache.row(row) if state.draft_cache else None
-        tokens = torch.tensor(ids + [0] * (-len(ids) % CHUNK + 1), device=self.device)
+        tokens = torch.tensor(ids + [0] * (-(len(ids) - kept) % CHUNK + 1), device=self.device)
         steps = torch.arange(CHUNK, device=self.device)
-        for at in range(0, len(ids), CHUNK):
+        for at in range(kept, len(ids), CHUNK):
             start = torch.full((1,), at, device=self.device)
             chunk = tokens[at : at + CHUNK].clone()[None]  # cloned first: one stride, one compiled shape
             features = self.model(chunk, (at + steps)[None], start, None, cache)
             if self.drafter:
                 self.drafter.prefill(tokens[None, at : at + 1 + CHUNK], features, start, draft)
-        last = features[0, (len(ids) - 1) % CHUNK]
+        last = features[0, (len(ids) - kept - 1) % CHUNK]
         logits = self.round.logits(last[None])
         if bool(logits.isnan().any()):
             raise FasteaError(_NAN)
@@ -217,6 +253,16 @@ class Generator:
         first = pick(logits, key[:, 0], state.sampling)[0]
         state.begin(row, tokens[: len(ids)], last, first, self.max_seq_len if room is None else room)
         return int(first)
+
+    def reusable(self, state: DecodeState, ids: list[int]) -> int:
+        """How many rows of the caches a prompt may keep: of the tokens that it shares with the text of the last call,
+        all but the last few, which a head drafted after with guessed features. On the exact path only whole chunks that
+        a prefill made, since it sums in another order than a round: the text is then that of a fresh call."""
+        pairs = zip(state.cached, ids, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if self.row_sizes is None:
+            return max(0, same - state.emitted.shape[1])
+        return max(0, min(same - 1, state.prefilled)) // CHUNK * CHUNK
 
     def replay(self, state: DecodeState) -> Replay | None:
         """The graph of this state's rounds, ready for the first of them; None where rounds run part by part."""
@@ -238,16 +284,22 @@ class Generator:
             raise FasteaError(_NAN)
         return outcome
 
-    def _step(self, state: DecodeState) -> Outcome:
-        times = [time.perf_counter()]
-        draft = self._draft(state)
+    @torch.inference_mode()
+    def _step(self, state: DecodeState, count: int | None = None) -> Outcome:
+        """A round part by part. count: the nodes that it verifies, None: as its pace says."""
+        engine, times = self.engine, [time.perf_counter()]
+        draft: Draft = engine.draft(state)
+        if engine.pace:
+            draft = draft.first(count) if count else engine.pace.cut(draft)
         times.append(time.perf_counter())
-        features, logits = self.round.verify(state, draft)
+        features, logits = engine.round.verify(state, draft)
         times.append(time.perf_counter())
-        outcome: Outcome = self._accept(state, draft, features, logits)
+        outcome: Outcome = engine.accept(state, draft, features, logits)
         times.append(time.perf_counter())
         for name, begin, end in zip(self.seconds, times, times[1:], strict=False):
             self.seconds[name] += end - begin
+        if engine.pace and not count:
+            engine.pace.learn(float(outcome.count.sum()) / max(1, int((outcome.count > 0).sum())), times[-1] - times[0])
         return outcome
 
     def plain(self) -> Generator:
@@ -255,106 +307,16 @@ class Generator:
         info = self.info | {"tree": "none", "head": "none"}
         return Generator(
             self.model, self.tokenizer, None, max_seq_len=self.max_seq_len, row_sizes=self.row_sizes,
-            compile=self.compile, round_kind=type(self.round), info=info,
+            compile=self.compile, round_kind=self.round_kind, info=info,
         )  # fmt: skip
 
     def close(self) -> None:
-        """Give the model's memory back; the object is of no use afterwards."""
-        self.__dict__ = {"closed": True}
+        """Give the model's memory back; the object is of no use afterwards. Refused while a stream is open."""
+        if not self.closed:
+            with self.claimed():
+                self.__dict__ = {"closed": True, "_busy": self._busy}
 
 
 _NAN = (
     "the model's logits are not numbers (NaN): its activations overflow in this dtype; try --dtype bfloat16 or float32"
 )
-
-
-class Run:
-    """One call: an iterator of text pieces of the first prompt, and `outputs`, one for each prompt."""
-
-    def __init__(
-        self,
-        generator: Generator,
-        prompts: Sequence[Prompt],
-        *,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-        system: str | None = None,
-        raw: bool = False,
-        ignore_eos: bool = False,
-        streams: Sequence[int] | None = None,
-        observe: Callable[[Outcome], None] | None = None,
-    ):
-        if generator.closed:
-            raise FasteaError("this model is closed; load it again")
-        if max_new_tokens < 1:
-            raise FasteaError(f"max_new_tokens {max_new_tokens} is not possible; it must be at least 1")
-        self.generator, self.observe = generator, observe
-        self.sampling = Sampling(temperature, top_k, top_p, seed).with_seed()
-        self.prompts = [generator.encode(p, system, raw) for p in prompts]
-        self.streams = list(streams) if streams is not None else list(range(len(prompts)))
-        self.stop_ids = frozenset() if ignore_eos else generator.stop_ids
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        self.answers: list[Answer] = []
-        for ids in self.prompts:
-            room = min(max_new_tokens, generator.max_seq_len - len(ids))
-            answer = Answer(generator.tokenizer, self.stop_ids, stops, room, ids)
-            answer.output.seed = None if self.sampling.greedy else self.sampling.seed
-            self.answers.append(answer)
-        self._pieces = self._go()
-
-    @property
-    def outputs(self) -> list[Output]:
-        return [answer.output for answer in self.answers]
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def interrupt(self) -> str:
-        """Stop here; returns text that was still held back. `outputs` then hold what was produced."""
-        self._pieces.close()
-        rest = [answer.interrupt() for answer in self.answers]
-        return rest[0]
-
-    def _go(self) -> PyGenerator[str, None, None]:
-        generator, answers = self.generator, self.answers
-        generator.warm_up(len(answers), self.sampling)
-        state = generator.state(len(answers))
-        state.reset(self.sampling, self.streams, self.stop_ids)
-        state.owner = self
-        for row, (ids, answer) in enumerate(zip(self.prompts, answers, strict=True)):
-            begin = time.perf_counter()
-            first = generator.prefill(state, row, ids, answer.limit)
-            answer.output.prefill_s = time.perf_counter() - begin
-            piece = answer.push([first])
-            if answer.finished:
-                state.retire(row)
-            if row == 0 and piece:
-                yield piece
-        replay = generator.replay(state)
-        while not all(answer.finished for answer in answers):
-            if state.owner is not self:
-                raise FasteaError("another generation was started on this model; finish one before the next")
-            begin = time.perf_counter()
-            outcome = generator.step(state, replay)
-            emitted, counts = outcome.emitted.tolist(), outcome.count.tolist()
-            seconds = time.perf_counter() - begin
-            if self.observe:
-                self.observe(outcome)
-            for row, answer in enumerate(answers):
-                if answer.finished:
-                    continue
-                answer.output.decode_s += seconds
-                answer.output.rounds += 1
-                answer.output.accepted.append(counts[row] - 1)
-                piece = answer.push(emitted[row][: counts[row]])
-                if answer.finished:
-                    state.retire(row)
-                if row == 0 and piece:
-                    yield piece

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from fastea.kernels.rows import find_row_sizes
 from fastea.linear import probes
 from fastea.llama import Llama
 from fastea.memory import check_weights_fit
+from fastea.planner import Planner
 from fastea.quantized import Quantizer
 from fastea.round import Round
 from fastea.runtime import can_compile, note, resolve_device, resolve_dtype, resolve_head_quant, use_triton
@@ -59,8 +61,9 @@ def load(
     checkpoint: a Hugging Face folder or a GGUF file; None is the demo model, fetched once. head: "auto" (a shipped
     head that fits, else the folder `eagle` beside the checkpoint, else none), "none", or a head's folder. drafter:
     "auto" (eagle if there is a head), "eagle", "ngram", "hybrid" (both), "none", or "model:PATH", a small model. tree:
-    see `fastea.tree.parse_tree`; accept: "match" (the same text for a seed with any drafter) or "rejection" (the
-    paper's sampling). quant: "int8" or "int4" rounds
+    see `fastea.tree.parse_tree`; "auto", which is the default where the head's card says how often it is accepted, is
+    chosen by measurement (`fastea.planner`); accept: "match" (the same text for a seed with any drafter) or
+    "rejection" (the paper's sampling). quant: "int8" or "int4" rounds
     the target's linear weights (GGUF blocks of as many bits stay as they are), None takes the file as it is, a GGUF
     file dequantized; head_quant: "none", "int8", "int4" for the head, or "auto", what is fastest here. exact: the path
     whose rows do not depend on the rows beside them. max_seq_len: context in tokens. kernels: "triton", "torch", or
@@ -75,7 +78,10 @@ def load(
     if accept not in ("match", "rejection"):
         raise FasteaError(f"--accept {accept}: known are match and rejection")
     where = resolve_device(device)
-    shape = parse_tree(tree) if isinstance(tree, str) else tree
+    automatic = tree == "auto"
+    shape: Tree | DynamicTree | None = None
+    if not automatic:
+        shape = parse_tree(tree) if isinstance(tree, str) else tree
     files = Checkpoint(checkpoint if checkpoint is not None else demo_model())
     limit = files.config.max_position
     context = max_seq_len if max_seq_len is not None else min(limit, DEFAULT_CONTEXT)
@@ -121,6 +127,10 @@ def load(
         note("--compile is off: --exact runs eager, since compiled kernels may sum in another order")
         compile = False
     row_sizes = find_row_sizes(probes(model)) if exact else None
+    planner = None
+    if found and isinstance(proposer, HeadDrafter) and (automatic or (tree is None and "acceptance" in found[1].card)):
+        where_kept = f"{_shape(model)}, {kind}, quant {stored}, head quant {small}, exact {exact}, triton {triton}"
+        planner = Planner(functools.partial(_head_drafter, found[1], rejection, where), found[1].card, where_kept)
     generator = Generator(
         model,
         tokenizer,
@@ -139,9 +149,10 @@ def load(
             "bits_per_weight": quantizer.bits_per_weight,
             "quant_report": quantizer.report() if stored else None,
             "head_quant": small or "none",
-            "tree": proposer.tree.name if proposer else "none",
+            "tree": "auto" if planner else (proposer.tree.name if proposer else "none"),
             "head": found[0] if found else (proposer.name if proposer else "none"),
         },
+        planner=planner,
     )
     generator.load_s = time.perf_counter() - begin
     return generator
@@ -169,6 +180,11 @@ def _find_head(
     return None
 
 
+def _shape(model: Llama) -> str:
+    c = model.config
+    return f"{c.num_layers} layers of {c.hidden_size} and {c.intermediate_size}, {c.vocab_size} ids"
+
+
 def default_tree(head: DraftHead, device: str, dtype: torch.dtype) -> str:
     """On a GPU, where more rows cost little, the published tree of the head's kind; in bf16 on a CPU with AMX the first
     of them. Elsewhere a product's time grows from a few rows on."""
@@ -190,13 +206,9 @@ def _drafter(
     if found:
         found[1].bind(model, context)
         shape = tree or parse_tree(default_tree(found[1], device, model.embed.weight.dtype))
-        inner: HeadDrafter
-        if isinstance(shape, DynamicTree):
-            inner = DynamicEagleDrafter(found[1], shape, rejection)
-            if inner.tree != shape:
-                note(f"--tree {shape.name} is {inner.tree.name} here: more does not exist, or less is no tree")
-        else:
-            inner = EagleDrafter(found[1], shape.to(device), rejection)
+        inner = _head_drafter(found[1], rejection, device, shape)
+        if isinstance(shape, DynamicTree) and inner.tree != shape:
+            note(f"--tree {shape.name} is {inner.tree.name} here: more does not exist, or less is no tree")
         if drafter != "hybrid":
             return inner
         if rejection:
@@ -210,6 +222,12 @@ def _drafter(
     if tree is not None:
         note(f"--tree {tree.name} is not used: there is no drafter")
     return None
+
+
+def _head_drafter(head: DraftHead, rejection: bool, device: str, tree: Tree | DynamicTree) -> HeadDrafter:
+    if isinstance(tree, DynamicTree):
+        return DynamicEagleDrafter(head, tree, rejection)
+    return EagleDrafter(head, tree.to(device), rejection)
 
 
 def _chain(tree: Tree | DynamicTree | None, drafter: str, default: str) -> Tree:

@@ -13,7 +13,7 @@ from fastea.state import DecodeState
 RING = 4  # rounds that are kept; two are under way at most
 WARM_UPS = 3  # before capturing: kernels compile, libraries take their workspaces
 
-Action = Callable[[], None]
+Action = Callable[[], object]
 
 
 class Replay:
@@ -36,7 +36,7 @@ class Replay:
         self.started = self.finished = 0
         self.events = [torch.cuda.Event() for _ in range(RING)] if self.on_gpu else []
         with self.here():
-            self.play = (capture or (_graph if self.on_gpu else lambda action: action))(self._round)
+            self.play = (capture or (graph if self.on_gpu else lambda action: action))(self._round)
 
     def here(self) -> contextlib.AbstractContextManager[None]:
         """With this device as the current one, whose streams events and graphs are of."""
@@ -74,7 +74,7 @@ class Replay:
         return Outcome(emitted, count[:, 0], path, finite[:, 0] != 0)
 
 
-def _graph(action: Action) -> Action:
+def graph(action: Action) -> Action:
     """The action as a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

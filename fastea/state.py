@@ -44,11 +44,14 @@ class DecodeState:
         self.done = zeros(batch, dtype=torch.bool)
         self.stop_ids, self.limit = zeros(max(stops, 1)), zeros(batch)
         self.history = zeros(batch, max_seq_len + TREE_SLACK + 1)
-        self.owner: object = None  # the run that decodes here; one at a time
+        self.cached: list[int] = []  # tokens of the one sequence whose rows the caches hold, as far as is certain
+        self.prefilled = 0  # of these rows, the first that prefills made in whole chunks
         self.stream, self.seed = zeros(batch), torch.zeros((), dtype=torch.int64, device=like.device)
 
-    def reset(self, sampling: Sampling, streams: list[int], stop_ids: Collection[int] = ()) -> None:
-        """Ready for new prompts; the caches keep what they hold, since only rows below `length` count."""
+    def reset(self, sampling: Sampling, streams: list[int], stop_ids: Collection[int] = (), kept: int = 0) -> None:
+        """Ready for new prompts; the caches keep what they hold, since only rows below `length` count. kept: rows that
+        the next prompt takes over."""
+        self.cached, self.prefilled = self.cached[:kept], min(self.prefilled, kept)
         self.sampling = sampling
         self.stop_ids.fill_(-1)
         self.stop_ids[: len(stop_ids)] = torch.tensor(sorted(stop_ids), dtype=torch.int64)

@@ -210,18 +210,21 @@ def best_nodes(scores: torch.Tensor, parents: torch.Tensor, tree: DynamicTree) -
     """The best N - 1 candidates as a tree under the root.
 
     scores: [B, C] fp32, by level, never above the parent's; parents: [B, C] index of each candidate's parent among the
-    candidates, -1 = the root. Returns the chosen candidates, ascending [B, N - 1], and their nodes. Ties go to the
-    lower index, so that no node comes without its parent.
+    candidates, -1 = the root. Returns the chosen candidates, best first [B, N - 1], and their nodes in this order. Ties
+    go to the lower index, so that every node comes after its parent, and any first nodes are a tree.
     """
     batch, count = scores.shape[0], len(tree)
-    best = scores.sort(dim=1, descending=True, stable=True).indices[:, : count - 1]
-    chosen = best.sort(dim=1).values
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    slot = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
+    chosen = order[:, : count - 1]
     above = parents.gather(1, chosen)
     root = torch.zeros(batch, 1, dtype=torch.int64, device=scores.device)
-    parent = torch.cat((root, torch.where(above < 0, 0, torch.searchsorted(chosen, above) + 1)), 1)
+    parent = torch.cat((root, torch.where(above < 0, 0, slot.gather(1, above.clamp(min=0)) + 1)), 1)
     later = torch.div(chosen - tree.width, tree.width**2, rounding_mode="floor")  # -1 on the first level
     depth = torch.cat((root, later + 2), 1)
-    bits = torch.ones_like(parent) << torch.arange(count, device=scores.device)
+    bits = torch.ones_like(parent) << torch.arange(parent.shape[1], device=scores.device)
     words, ancestor = bits, parent
     for _ in range(tree.levels):
         words = words | bits.gather(1, ancestor)

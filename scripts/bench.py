@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from fastea.acceptance import AcceptanceTable
 from fastea.answer import Output
 from fastea.config import FasteaError
 from fastea.generator import Generator
 from fastea.loading import load
 from fastea.memory import peak_rss
 from fastea.round import Outcome
-from fastea.training.acceptance import AcceptanceTable
 from fastea.training.data import read_lines
 from fastea.tree import Tree
 
@@ -164,7 +164,7 @@ def force_acceptance(generator: Generator, shares: list[float]) -> None:
     tree's deepest nodes. The real acceptance is computed too, since its time belongs to a round, and undone."""
     if generator.round.captures and generator.compile:
         raise FasteaError("--synthetic-acceptance cannot reach into a captured round; use scripts/gpu_check.py model")
-    tree, accept = generator.round.tree, generator._accept
+    tree, accept = generator.round.tree, generator.engine.accept
     if not isinstance(tree, Tree):
         raise FasteaError(f"--synthetic-acceptance needs a static tree, not {tree.name}; give one with --tree")
     if len(shares) > tree.depth_max:
@@ -186,7 +186,7 @@ def force_acceptance(generator: Generator, shares: list[float]) -> None:
         broken = torch.zeros_like(draft.tokens, dtype=torch.bool)
         return generator.round.commit(state, features, broken, path, count, emitted)
 
-    generator._accept = forced
+    generator.engine.accept = forced
 
 
 def lengths(shares: list[float]) -> Iterator[int]:

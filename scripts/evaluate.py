@@ -1,216 +1,210 @@
-"""Measure exactness and acceptance over a question file, and quality over a text.
+"""Measure a model and its head: speed, exactness, acceptance, quality, batches.
 
+    python scripts/evaluate.py speed --questions question.jsonl --compile
     python scripts/evaluate.py exactness --questions question.jsonl --exact
     python scripts/evaluate.py acceptance --questions question.jsonl --tree eagle1
+    python scripts/evaluate.py batch --questions question.jsonl
     python scripts/evaluate.py perplexity --quant int4
 
-Question files hold one JSON object a line: FastChat's {"turns": [...], "category": ...} (first turns are used) or
-{"prompt": ...}. exactness: speculative ids against plain ids; for each difference its position and the gap between
-the plain run's two largest logits there (a small gap is a near-tie that rounding can turn). acceptance: tokens per
-round = accepted draft tokens + 1, averaged over all rounds, in all and by category. perplexity: exp of the mean
-negative log-likelihood of a text's tokens in overlapping windows, and the mean KL divergence of the model's
-distributions from those of --reference (default: the same checkpoint, not quantized, in float32). The last line is
-one JSON document.
+Question files hold one JSON object a line: FastChat's {"turns": [...], "category": ...} or {"prompt": ...}.
+
+speed: plain and speculative decoding in turn, all turns of every question, at each temperature; speedup, tokens per
+round (tau), n-alpha of a chain; by task, or by category where there is one task. exactness: speculative ids against
+plain ids over first turns (with a temperature: of the same seed), for each difference its position and the gap between
+the plain run's two largest logits there; and the total variation of sampled tokens from the exact distribution of a
+tiny model. acceptance: tokens per round by category, without the time of plain decoding. batch: throughput at several
+batch sizes. perplexity: of a text, and the KL divergence from --reference (default: the same checkpoint, not
+quantized, in float32).
+
+Every measure writes OUT/<measure>.json and .md (speed: plots too, and it goes on where it was interrupted); the last
+line printed is the JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
 from fastea.check import head_drafter
 from fastea.config import FasteaError
+from fastea.evaluation import batch, exactness, speed
+from fastea.evaluation.perplexity import perplexity
+from fastea.evaluation.plots import plots
+from fastea.evaluation.questions import read_questions
 from fastea.generator import Generator
 from fastea.loading import load
+from fastea.runtime import exit_code
 from fastea.sampling import Sampling
-from fastea.training.data import read_json_lines
 
 CORPUS = Path(__file__).parent.parent / "benchmarks" / "corpus.txt"
+MODEL_FLAGS = ("checkpoint", "head", "drafter", "tree", "dtype", "quant", "head_quant", "exact", "accept", "compile")
 
 
-def main() -> int:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("what", choices=["exactness", "acceptance", "perplexity"])
-    add("--questions", type=Path, help="JSON lines with 'turns' or 'prompt'")
+    add("what", choices=list(MEASURES))
+    add("--questions", type=Path, nargs="+", metavar="FILE", help="JSON lines with 'turns' or 'prompt'")
+    add("--limit", type=int, help="only the first questions of every file")
+    add("--out", type=Path, default=Path("evaluation"), help="folder of the results (default: evaluation)")
+    add("--max-new-tokens", type=int, default=128, help="of every answer (default 128)")
+    add("--max-seq-len", type=int, help="context in tokens (default: the model's, at most 4096)")
+    add("--temperature", type=float, nargs="+", help="default 0; of speed: 0 and 1")
+    add("--seed", type=int, default=0)
+    add("--batch", type=int, nargs="+", help="batch: sizes (default 1 2 4 8); acceptance: questions decoded together")
     add("--text", type=Path, default=CORPUS, help="perplexity: a text file (default: benchmarks/corpus.txt)")
     add("--reference", help="perplexity: checkpoint to compare with (default: the same, not quantized)")
     add("--window", type=int, default=512, help="perplexity: tokens that a forward sees (default 512)")
     add("--stride", type=int, default=256, help="perplexity: tokens that it scores, the last ones (default 256)")
-    add("--limit", type=int, help="only the first questions")
-    add("--max-new-tokens", type=int, default=64)
-    add("--batch", type=int, default=1, help="acceptance: questions decoded together (default 1)")
-    add("--temperature", type=float, default=0.0)
-    add("--seed", type=int, default=0)
-    for flag in ("--checkpoint", "--tree"):
+    for flag in ("--checkpoint", "--tree", "--quant"):
         add(flag)
-    add("--head", default="auto")
-    add("--drafter", default="auto")
-    add("--dtype", default="auto")
-    add("--quant")
-    add("--head-quant", default="auto")
+    for flag in ("--head", "--drafter", "--dtype", "--head-quant"):
+        add(flag, default="auto")
+    add("--accept", choices=["match", "rejection"], default="match")
     add("--exact", action="store_true")
     add("--compile", action="store_true")
-    add("--accept", choices=["match", "rejection"], default="match")
+    add("--threads", type=int)
     add(
         "--children",
         choices=["noise", "likeliest"],
         default="noise",
         help="acceptance at a temperature: a head's children are the best by the noise that the target picks with "
-        "(default), or the likeliest",
+        "(default), or the likeliest; needs a --tree",
     )
-    args = parser.parse_args()
-    measures = {"exactness": exactness, "acceptance": acceptance, "perplexity": perplexity}
-    try:
-        if args.what != "perplexity" and args.questions is None:
-            raise FasteaError(f"{args.what} needs --questions FILE")
-        print(json.dumps(measures[args.what](args)))
-    except FasteaError as error:
-        print(f"evaluate: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return parser.parse_args()
 
 
-def questions(args: argparse.Namespace) -> list[dict[str, str]]:
-    """prompt and category of every question."""
-    rows = read_json_lines(args.questions)[: args.limit]
-    out = []
-    for row in rows:
-        turns = row.get("turns") or [row.get("prompt")]
-        if not isinstance(turns[0], str):
-            raise FasteaError(f"{args.questions}: every line must have 'turns' or a 'prompt'")
-        out.append({"prompt": turns[0], "category": str(row.get("category", "all"))})
-    return out
+def main() -> int:
+    args = arguments()
+    return exit_code(lambda: measure(args), "evaluate", "evaluate: interrupted; speed goes on from here")
+
+
+def measure(args: argparse.Namespace) -> None:
+    if args.what != "perplexity" and args.questions is None:
+        raise FasteaError(f"{args.what} needs --questions FILE")
+    for name in ("limit", "max_new_tokens", "threads"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise FasteaError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be at least 1")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    found, text = MEASURES[args.what](args)
+    found["command"] = "python scripts/evaluate.py " + " ".join(sys.argv[1:])
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{args.what}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (args.out / f"{args.what}.md").write_text(f"    {found['command']}\n\n{text}", encoding="utf-8")
+    print(text)
+    print(json.dumps(found))
 
 
 def build(args: argparse.Namespace, **changes: Any) -> Generator:
-    names = ("checkpoint", "head", "drafter", "tree", "dtype", "quant", "head_quant", "exact", "accept", "compile")
-    settings = {name: getattr(args, name) for name in names}
-    return load(**(settings | changes))
+    return load(**({name: getattr(args, name) for name in (*MODEL_FLAGS, "max_seq_len")} | changes))
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed}
+    temperature = args.temperature[0] if args.temperature else 0.0
+    return {"max_new_tokens": args.max_new_tokens, "temperature": temperature, "seed": args.seed}
 
 
-def exactness(args: argparse.Namespace) -> dict[str, Any]:
-    """How many questions get equal ids; the first difference of the others with its top-2 gap."""
-    speculative = build(args)
-    plain = speculative.plain()
-    asked, differences, positions = questions(args), [], 0
-    for i, question in enumerate(tqdm(asked, unit="question")):
-        a = plain.generate(question["prompt"], **options(args)).ids
-        b = speculative.generate(question["prompt"], **options(args)).ids
-        positions += len(a)
-        if a != b:
-            at = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-            gap = top_gap(plain, question["prompt"], a[:at])
-            differences.append({"question": i, "position": at, "gap": round(gap, 6)})
-            print(f"question {i}: first difference at token {at}, top-2 gap {gap:.2e}")
-    equal = len(asked) - len(differences)
-    print(f"{equal} of {len(asked)} equal, {positions} tokens compared ({speculative.info}, exact {args.exact})")
-    return {
-        "equal": equal,
-        "questions": len(asked),
-        "tokens": positions,
-        "differences": differences,
-        **speculative.info,
-    }
+def measure_speed(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    questions, temperatures = read_questions(args.questions, args.limit), args.temperature or [0.0, 1.0]
+    fast = build(args)
+    plain = fast.plain()
+    chain = build(args, tree="chain:5") if head_drafter(fast) else None
+    settings = {name: str(getattr(args, name)) for name in (*MODEL_FLAGS, "max_seq_len", "max_new_tokens", "seed")}
+    path = args.out / "speed.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    known = [line["record"] for line in lines if line["settings"] == settings]
+    wanted = {(q.task, q.number) for q in questions}
+    known = [r for r in known if r["temperature"] in temperatures and (r["task"], r["question"]) in wanted]
+    with path.open("a", encoding="utf-8") as kept:
+
+        def keep(record: dict[str, Any]) -> None:
+            kept.write(json.dumps({"settings": settings, "record": record}) + "\n")
+            kept.flush()
+
+        limits = {"max_new_tokens": args.max_new_tokens, "seed": args.seed}
+        records = speed.run(plain, fast, chain, questions, temperatures, limits, known, keep)
+    found = speed.tables(records)
+    plots(records, found, args.out)
+    info = {**fast.info, "threads": torch.get_num_threads()}
+    return {"results": found, "tokens_per_round": speed.histogram(records), **info}, (
+        f"{speed.markdown(found)}{speed.DEFINITIONS}"
+    )
 
 
-@torch.inference_mode()
-def top_gap(generator: Generator, prompt: str, ids: list[int]) -> float:
-    """Difference of the two largest logits after prompt + ids."""
-    state = generator.state(1)
-    text = generator.encode(prompt) + ids
-    generator.prefill(state, 0, text)
-    best = generator.model.logits(state.features[0, 0]).topk(2).values
-    return float(best[0] - best[1])
+def measure_exactness(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    fast = build(args)
+    found = exactness.compare(fast.plain(), fast, read_questions(args.questions, args.limit), options(args))
+    found |= {"distribution": exactness.total_variation(), **fast.info}
+    return found, exactness.markdown(found)
 
 
-def acceptance(args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per round, by category and in all."""
-    generator = build(args)
+def measure_acceptance(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    if args.children == "likeliest" and args.tree in (None, "auto"):
+        raise FasteaError("--children likeliest needs a tree that is the same throughout; give one with --tree")
+    generator, size = build(args), (args.batch or [1])[0]
     drafter = head_drafter(generator)
     if drafter and args.children == "likeliest":
         drafter.by_noise = False
-    generator.warm_up(args.batch, Sampling(args.temperature, seed=args.seed))
+    generator.warm_up(size, Sampling(options(args)["temperature"], seed=args.seed))
     rounds: dict[str, int] = defaultdict(int)
     tokens: dict[str, int] = defaultdict(int)
-    asked = questions(args)
-    for lo in tqdm(range(0, len(asked), args.batch), unit="batch"):
-        group = asked[lo : lo + args.batch]
-        outputs = generator.generate([question["prompt"] for question in group], **options(args))
+    asked = read_questions(args.questions, args.limit)
+    for lo in tqdm(range(0, len(asked), size), unit="batch"):
+        group = asked[lo : lo + size]
+        outputs = generator.generate([question.turns[0] for question in group], **options(args))
+        assert isinstance(outputs, list)
         for question, output in zip(group, outputs, strict=True):
-            for key in (question["category"], "in all"):
+            for key in (question.category, "in all"):
                 rounds[key] += output.rounds
                 tokens[key] += output.round_tokens
     rates = {key: round(tokens[key] / max(1, rounds[key]), 3) for key in rounds}
-    print("| category | rounds | tokens per round |\n| --- | --- | --- |")
-    for key, rate in rates.items():
-        print(f"| {key} | {rounds[key]} | {rate:.2f} |")
-    return {"tokens_per_round": rates, "rounds": dict(rounds), **generator.info}
+    text = "| category | rounds | tokens per round |\n| --- | --- | --- |\n"
+    text += "".join(f"| {key} | {rounds[key]} | {rate:.2f} |\n" for key, rate in rates.items())
+    return {"tokens_per_round": rates, "rounds": dict(rounds), **generator.info}, text
 
 
-def perplexity(args: argparse.Namespace) -> dict[str, Any]:
-    """Perplexity of the text and mean KL divergence from the reference, in nats a token."""
+def measure_batch(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    sizes, fast = args.batch or [1, 2, 4, 8], build(args)
+    prompts = [question.turns[0] for question in read_questions(args.questions, args.limit)]
+    if not all(1 <= size <= len(prompts) for size in sizes):
+        raise FasteaError(f"--batch {' '.join(map(str, sizes))}: sizes lie between 1 and the {len(prompts)} questions")
+    found = batch.by_size(fast.plain(), fast, prompts, sizes, options(args))
+    return {**found, **fast.info}, batch.markdown(found)
+
+
+def measure_perplexity(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if not 0 < args.stride < args.window:
         raise FasteaError(f"--stride {args.stride}: it must be at least 1 and less than --window {args.window}")
-    plain = {"head": "none", "drafter": "none", "max_seq_len": args.window}
-    model = build(args, **plain)
-    other = build(args, **plain, checkpoint=args.reference or args.checkpoint, quant=None, dtype="float32")
     try:
         text = args.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise FasteaError(f"{args.text}: not readable as text ({error})") from None
-    ids = torch.tensor(model.tokenizer.encode_prompt(text))
-    if len(ids) < 2:
-        raise FasteaError(f"{args.text}: there must be at least two tokens to score")
-    loss = other_loss = divergence = 0.0
-    scored = 1  # the first token has nothing before it
-    bar = tqdm(total=len(ids) - 1, unit="token")
-    while scored < len(ids):
-        end = min(len(ids), max(scored + args.stride, args.window) if scored == 1 else scored + args.stride)
-        window = ids[max(0, end - args.window) : end]
-        count = end - scored
-        mine, theirs = (log_likelihoods(g, window, count) for g in (model, other))
-        wanted = window[-count:, None]
-        loss -= mine.gather(1, wanted).sum().item()
-        other_loss -= theirs.gather(1, wanted).sum().item()
-        divergence += F.kl_div(mine, theirs, log_target=True, reduction="sum").item()
-        scored = end
-        bar.update(count)
-    bar.close()
-    count = len(ids) - 1
-    result = {
-        "tokens": count,
-        "perplexity": round(math.exp(loss / count), 4),
-        "reference_perplexity": round(math.exp(other_loss / count), 4),
-        "kl_divergence": round(divergence / count, 6),
-    }
-    print(
-        f"perplexity {result['perplexity']} (reference {result['reference_perplexity']}), KL {result['kl_divergence']}"
+    plain = {"head": "none", "drafter": "none", "tree": None, "max_seq_len": args.window}
+    model = build(args, **plain)
+    reference = build(args, **plain, checkpoint=args.reference or args.checkpoint, quant=None, dtype="float32")
+    found = perplexity(model, reference, text, args.window, args.stride)
+    line = (
+        f"perplexity {found['perplexity']} (reference {found['reference_perplexity']}), KL {found['kl_divergence']}\n"
     )
-    return {**result, **model.info}
+    return {**found, **model.info}, line
 
 
-@torch.inference_mode()
-def log_likelihoods(generator: Generator, window: torch.Tensor, count: int) -> torch.Tensor:
-    """Log-probabilities of the last `count` tokens' places [count, V] after the tokens before them."""
-    cache = generator.state(1).cache
-    start = torch.zeros(1, dtype=torch.int64)
-    features = generator.model(window[None], torch.arange(len(window))[None], start, None, cache)
-    logits = generator.model.logits(features[0, -count - 1 : -1])
-    return torch.log_softmax(logits[:, : generator.round.valid_vocab], -1)
+MEASURES = {
+    "speed": measure_speed,
+    "exactness": measure_exactness,
+    "acceptance": measure_acceptance,
+    "batch": measure_batch,
+    "perplexity": measure_perplexity,
+}
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def plot(lines: list[dict[str, Any]], out: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        print("no plot: matplotlib is not installed (pip install -e '.[train]')", file=sys.stderr)
+        print("no plot: matplotlib is not installed (pip install -e '.[plots]')", file=sys.stderr)
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

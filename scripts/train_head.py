@@ -34,6 +34,8 @@ from fastea.training.data import make_samples, read_lines
 from fastea.training.features import FeatureStore, load_target
 from fastea.training.train import INPUTS, RECIPES, Recipe, Trainer
 
+GROWN = ("8,4", "8,7")  # children a node and levels of the dynamic trees whose acceptance the card holds
+
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -138,13 +140,26 @@ def train(args: argparse.Namespace) -> None:
     plot(trainer.folder / "log.jsonl", args.out / "training.png")
     prompts = [r["prompt"] for r in rows if r.get("answer") and not r.get("looping")][-args.acceptance_prompts :]
     del generator
-    used_head = load(checkpoint, head=args.out, tree="eagle1", device="cpu")
-    card["acceptance"] = {
-        "greedy": measure(used_head, prompts, 96, system=args.system),
-        "temperature 0.8": measure(used_head, prompts, 96, system=args.system, temperature=0.8, seed=0),
-    }
+    card["acceptance"] = accepted(checkpoint, args.out, prompts, args.system)
     write_config(head, args.out, card)
     print(json.dumps({"held_out": card["held_out"], **card["acceptance"]}))
+
+
+def accepted(checkpoint: str | Path | None, head: Path, prompts: list[str], system: str | None) -> dict[str, Any]:
+    """How often the head's drafts are accepted, from which `--tree auto` chooses: on the paper's tree by depth and
+    rank, on dynamic ones by place in the order of their nodes' chances."""
+    table: dict[str, Any] = {"greedy": {}, "temperature 0.8": {}}
+    for name in ("eagle1", *(f"dynamic:64,{grown}" for grown in GROWN)):
+        model = load(checkpoint, head=head, tree=name, device="cpu")
+        for kind, sampling in (("greedy", {}), ("temperature 0.8", {"temperature": 0.8, "seed": 0})):
+            found = measure(model, prompts, 96, system=system, **sampling)
+            rates = found.pop("rates")
+            if name == "eagle1":
+                table[kind] = {**found, "by_depth_and_rank": rates, "dynamic": {}}
+            else:
+                table[kind]["dynamic"][name.removeprefix("dynamic:64,")] = rates
+        model.close()
+    return table
 
 
 def answered(
@@ -169,7 +184,7 @@ def plot(log: Path, out: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        print("no plot: matplotlib is not installed (pip install -e '.[train]')", file=sys.stderr)
+        print("no plot: matplotlib is not installed (pip install -e '.[plots]')", file=sys.stderr)
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -57,7 +57,7 @@ def test_another_model_changes_no_text_and_its_cache_stays_true():
             proposals.append((state.history[0, : int(state.length) + 1].tolist(), draft.tokens[0, 1:].tolist()))
             return draft
 
-        generator._draft = propose
+        generator.engine.draft = propose
         output = generator.generate(prompt, max_new_tokens=40)
         assert output.ids == reference_greedy(target, prompt, 40)
         assert 0 < sum(output.accepted) < length * output.rounds

@@ -58,9 +58,9 @@ def test_the_best_nodes_by_hand():
     scores = torch.tensor([[-0.1, -2.0, -0.3, -3.0, -2.5, -4.0, -0.4, -0.9, -2.6, -2.7]])
     parents = torch.tensor([[-1, -1, 0, 0, 1, 1, 2, 2, 4, 4]])
     chosen, nodes = best_nodes(scores, parents, DynamicTree(6, 2, 3))
-    assert chosen.tolist() == [[0, 1, 2, 6, 7]]
-    assert nodes.parent.tolist() == [[0, 0, 0, 1, 3, 3]] and nodes.depth.tolist() == [[0, 1, 1, 2, 3, 3]]
-    assert nodes.words.tolist() == [[0b1, 0b11, 0b101, 0b1011, 0b11011, 0b101011]]
+    assert chosen.tolist() == [[0, 2, 6, 7, 1]]  # best first
+    assert nodes.parent.tolist() == [[0, 0, 1, 2, 2, 0]] and nodes.depth.tolist() == [[0, 1, 2, 3, 3, 1]]
+    assert nodes.words.tolist() == [[0b1, 0b11, 0b111, 0b1111, 0b10111, 0b100001]]
 
 
 def test_words_are_the_ancestors():

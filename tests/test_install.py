@@ -58,9 +58,9 @@ def test_imports_run_downward():
     layers = [
         ["config"], ["kernels", "quantize", "cache", "tree", "memory"], ["linear"], ["triton_linear"],
         ["quantized", "llama", "sampling"], ["tokenizer", "checkpoint", "demo"], ["gguf_vocabulary"],
-        ["eagle", "eagle3", "answer", "state"], ["drafters"], ["round"], ["fused", "replay", "runtime"],
-        ["head_files"], ["generator"],
-        ["loading", "training", "check"], ["cli"],
+        ["eagle", "eagle3", "answer", "state"], ["drafters"], ["round"], ["fused", "replay", "runtime", "acceptance"],
+        ["head_files", "costs", "tree_search"], ["pace"], ["generator", "run", "engine", "planner"],
+        ["loading", "training", "check", "chat"], ["evaluation"], ["cli"],
     ]  # fmt: skip
     level = {name: i for i, names in enumerate(layers) for name in names}
     import re

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from conftest import byte_tokenizer, dense, randomize, tiny_target
+from fastea.acceptance import AcceptanceTable
 from fastea.config import FasteaError
 from fastea.eagle3 import Eagle3Head, default_taps
 from fastea.generator import Generator
 from fastea.head_files import load_head, save_head
-from fastea.training.acceptance import AcceptanceTable
 from fastea.training.answers import is_looping, write_answers
 from fastea.training.data import Sample, draft_vocabulary, make_samples, read_lines, supervised_rows
 from fastea.training.features import FeatureStore

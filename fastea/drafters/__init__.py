@@ -14,11 +14,19 @@ from fastea.tree import AnyTree, Nodes
 class Draft(NamedTuple):
     """tokens: [B, N] target ids of the tree's nodes, slot 0 the root. probs: [B, N, V] distribution from which each
     node's children were drawn without replacement, None where children are chosen with certainty. nodes: the tree of
-    this round, None where it is always the same."""
+    this round, None where it is always the same; chances: [B, N - 1] of its nodes but the root, best first, as the
+    drafter estimates them."""
 
     tokens: torch.Tensor
     probs: torch.Tensor | None = None
     nodes: Nodes | None = None
+    chances: torch.Tensor | None = None
+
+    def first(self, count: int) -> Draft:
+        """Only the best nodes of a tree that comes best first."""
+        assert self.nodes is not None and self.chances is not None
+        nodes = Nodes(*(part[:, :count] for part in self.nodes))
+        return Draft(self.tokens[:, :count], None, nodes, self.chances[:, : count - 1])
 
 
 class Drafter(Protocol):

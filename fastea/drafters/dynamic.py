@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from fastea.drafters import Draft
@@ -20,9 +22,13 @@ class DynamicEagleDrafter(HeadDrafter):
     best of log q + g, with the noise g that the target will use; what is left of a child's chance, once that is known,
     is estimated by the softmax of these sums over the draft vocabulary. With the rejection rule, which must not share
     that noise, children are the likeliest at every temperature.
+
+    deeper: asked before each further level whether it pays, with the chances in sum of the nodes that it would expand
+    and of those of the level before; None: every level is drafted, and nothing asks the host.
     """
 
     tree: DynamicTree
+    deeper: Callable[[float, float], bool] | None = None
 
     def __init__(self, head: DraftHead, tree: DynamicTree, rejection: bool = False):
         super().__init__(head, rejection, by_noise=not rejection)
@@ -40,7 +46,13 @@ class DynamicEagleDrafter(HeadDrafter):
         scores, tokens, parents = [score], [token], [torch.full_like(frontier, -1)]
         hidden = hidden.expand(-1, width, -1)
         seen = torch.full((batch, width, max(1, tree.levels - 1)), -1, device=device)  # draft slots on each path
+        above = 1.0
         for level in range(2, tree.levels + 1):
+            if self.deeper:
+                mass = float(score.exp().sum(1).mean())
+                if not self.deeper(mass, above):
+                    break
+                above = mass
             offset, first = (level - 2) * width, width + (level - 2) * width**2
             seen[:, :, level - 2] = offset + steps
             positions = (state.length + level - 2)[:, None].expand(-1, width)
@@ -55,8 +67,10 @@ class DynamicEagleDrafter(HeadDrafter):
             frontier, score, token = first + best, sums.gather(1, best), ids.gather(1, best)
             hidden = hidden.gather(1, row[:, :, None].expand_as(hidden))
             seen = seen.gather(1, row[:, :, None].expand_as(seen))
-        chosen, nodes = best_nodes(torch.cat(scores, 1), torch.cat(parents, 1), tree)
-        return Draft(torch.cat((state.root[:, None], torch.cat(tokens, 1).gather(1, chosen)), 1), None, nodes)
+        candidates = torch.cat(scores, 1)
+        chosen, nodes = best_nodes(candidates, torch.cat(parents, 1), tree)
+        drafted = torch.cat(tokens, 1).gather(1, chosen)
+        return Draft(torch.cat((state.root[:, None], drafted), 1), None, nodes, candidates.gather(1, chosen).exp())
 
     def _children(self, hidden: torch.Tensor, state: DecodeState, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Log acceptance estimates and target ids of every row's children, best first: [B, R, K] each."""

@@ -1,0 +1,46 @@
+"""A round with its parts, compiled or as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fastea.acceptance import AcceptanceTable
+from fastea.drafters import Drafter
+from fastea.drafters.draft_model import DraftModelDrafter
+from fastea.llama import DecoderLayer
+from fastea.pace import Pace
+from fastea.runtime import compiled
+from fastea.tree import AnyTree, chain
+
+if TYPE_CHECKING:
+    from fastea.generator import Generator
+
+
+class Engine:
+    """What one tree needs. drafter None = plain decoding. pace: chooses each round's nodes, None: all of the tree's.
+    table: what was accepted while it ran."""
+
+    def __init__(self, generator: Generator, drafter: Drafter | None, pace: Pace | None = None):
+        self.drafter, self.pace = drafter, pace
+        tree: AnyTree = drafter.tree if drafter else chain(0).to(str(generator.device))
+        self.round = generator.round_kind(
+            generator.model, tree, drafter, generator.rejection, generator.row_sizes, len(generator.tokenizer)
+        )
+        self.table = AcceptanceTable(tree)
+        self.use(generator.compile)
+
+    def use(self, compile: bool) -> None:
+        """One layer of the target for all of them, which compiles in seconds, drafting and accepting. Prefill stays
+        eager: it is one forward of many rows."""
+        compile = compile and not self.round.captures  # there the round is one graph of kernels, and nothing compiles
+
+        def part(function: Callable[..., Any]) -> Callable[..., Any]:
+            return compiled(function) if compile else function
+
+        self.round.run_layer = part(DecoderLayer.forward)
+        if isinstance(self.drafter, DraftModelDrafter):  # a decoder of its own: layer by layer as well
+            self.drafter.run_layer, self.draft = self.round.run_layer, self.round.draft
+        else:
+            self.draft = part(self.round.draft)
+        self.accept = part(self.round.accept)

@@ -1,0 +1,212 @@
+"""`--tree auto`: the tree that writes most tokens a second with this head on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastea import costs as timing
+from fastea.acceptance import AcceptanceTable, corrected, expected
+from fastea.costs import COUNTS, Costs, machine, timed
+from fastea.drafters import Drafter
+from fastea.engine import Engine
+from fastea.pace import Pace
+from fastea.replay import graph
+from fastea.runtime import compiling
+from fastea.sampling import Sampling
+from fastea.tree import MAX_DEPTH, DynamicTree, Tree, chain
+from fastea.tree_search import best_static, chances
+
+if TYPE_CHECKING:
+    from fastea.generator import Generator
+
+GROWN_WIDTH = 8  # children a node of dynamic trees that are considered
+GAIN = 1.03  # a tree must promise this much more than plain decoding, or than the tree that runs
+
+
+@dataclass
+class Plan:
+    """What was chosen, and why. tree None = plain decoding. tokens: expected a round; rate, plain_rate: expected tokens
+    per second with it and without a draft."""
+
+    tree: Tree | DynamicTree | None
+    tokens: float
+    rate: float
+    plain_rate: float
+    costs: Costs
+    rates: list[list[float | None]]
+
+    @property
+    def name(self) -> str:
+        return self.tree.name if self.tree else "none"
+
+    def __str__(self) -> str:
+        ratio = f"{self.rate / self.plain_rate:.2f} times plain decoding's"
+        if self.tree is None:
+            return "tree auto: plain decoding, since no draft is expected to pay here"
+        return f"tree auto: {self.name}, {self.tokens:.2f} tokens per round and {ratio} speed are expected"
+
+
+class Planner:
+    """make: a drafter over the head for a tree. card: the head's, with its acceptance; None: nothing is known of it.
+    key: what runs, for finding its timings again."""
+
+    def __init__(self, make: Callable[[Tree | DynamicTree], Drafter], card: dict[str, Any] | None, key: str):
+        self.make, self.key = make, key
+        self.acceptance = (card or {}).get("acceptance", {})
+        self.plans: dict[bool, Plan] = {}
+        self.engines: dict[bool, Engine] = {}
+        self.counted: dict[bool, list[AcceptanceTable]] = {True: [], False: []}
+
+    def engine(self, generator: Generator, sampling: Sampling, again: bool) -> Engine:
+        """What decodes with these settings. again: a tree that was chosen before may be given up for one that what was
+        accepted since then speaks for."""
+        greedy = sampling.greedy
+        known = self.engines.get(greedy)
+        if known and (generator.compile or not again):
+            return known
+        plan = self.plan(generator, sampling)
+        if known and plan.rate < GAIN * self.expected_rate(greedy):
+            return known
+        self.plans[greedy] = plan
+        self.engines[greedy] = engine = self.equipped(generator, plan)
+        self.counted[greedy].append(engine.table)
+        return engine
+
+    def equipped(self, generator: Generator, plan: Plan) -> Engine:
+        if plan.tree is None:
+            return Engine(generator, None)
+        drafter, pace = self.make(plan.tree), None
+        if isinstance(plan.tree, DynamicTree) and not generator.round.captures:
+            pace = Pace(plan.costs, plan.tree.count, plan.rate, few=generator.compile)
+            if not generator.compile:
+                drafter.deeper = pace.deeper  # type: ignore[attr-defined]
+        return Engine(generator, drafter, pace)
+
+    def table(self, greedy: bool) -> list[list[float | None]]:
+        """Acceptance by depth and rank: the head's own, moved by what was accepted here."""
+        stored = self.acceptance.get("greedy" if greedy else "temperature 0.8", {}).get("by_depth_and_rank")
+        return corrected(stored or [list(row) for row in expected()], self.counted[greedy])
+
+    def expected_rate(self, greedy: bool) -> float:
+        """Of the tree that runs, with what is known now."""
+        old = self.plans[greedy]
+        if not isinstance(old.tree, Tree):
+            return old.rate
+        wanted, total = set(old.tree.paths), 1.0
+        for chance, path in chances(self.table(greedy), old.tree.depth_max):
+            if path in wanted:
+                total, wanted = total + chance, wanted - {path}
+            if len(wanted) < 2:  # the root is left
+                break
+        return total / old.costs.static(len(old.tree), old.tree.depth_max)
+
+    def plan(self, generator: Generator, sampling: Sampling) -> Plan:
+        """The best tree by acceptance and costs."""
+        rates = self.table(sampling.greedy)
+        costs = self.costs(generator, sampling)
+        plain = 1 / costs.plain
+        static = best_static(rates, costs.static, deepest=min(MAX_DEPTH, len(rates) + 2))
+        name = f"auto:{len(static.paths) + 1}"
+        best = Plan(Tree(static.paths, name), static.tokens, static.rate, plain, costs, rates)
+        stored = self.acceptance.get("greedy" if sampling.greedy else "temperature 0.8", {})
+        for spec, by_slot in stored.get("dynamic", {}).items():
+            width, levels = (int(part) for part in spec.split(","))
+            tokens = 1.0
+            for count, chance in enumerate(by_slot, 2):
+                tokens += chance
+                rate = tokens / costs.grown(count, levels)
+                if rate > best.rate:
+                    best = replace(best, tree=DynamicTree(count, width, levels), tokens=tokens, rate=rate)
+        if best.rate < GAIN * plain:
+            return replace(best, tree=None, tokens=1.0, rate=plain)
+        if (
+            isinstance(best.tree, DynamicTree) and not generator.round.captures
+        ):  # its pace chooses fewer where that pays
+            largest = min(len(stored["dynamic"][f"{best.tree.width},{best.tree.levels}"]) + 1, 2 * best.tree.count)
+            best.tree = replace(best.tree, count=largest)
+        return best
+
+    def costs(self, generator: Generator, sampling: Sampling) -> Costs:
+        """As measured before on this machine, or now."""
+        kind = "greedy" if sampling.greedy else f"sampled, top-k {sampling.top_k > 0}, top-p {sampling.top_p < 1}"
+        key = f"{machine(generator.device)}; {self.key}; compile {generator.compile}; {kind}"
+        found = timing.remembered(key)
+        if found is None:
+            found = self.measure(generator, sampling)
+            timing.remember(key, found)
+        return found
+
+    def measure(self, generator: Generator, sampling: Sampling) -> Costs:
+        """Times rounds with a few trees, a second or two (more where they must be compiled first)."""
+        held = generator.engine
+        try:
+            with compiling(), torch.inference_mode():
+                plain = sum(self.parts(generator, sampling, None))
+                rates = expected()
+                verify: list[tuple[int, float]] = []
+                counts = COUNTS[1:4] if generator.compile and not generator.round.captures else COUNTS
+                for count in counts:
+                    paths = [path for _, path in zip(range(count - 1), (p for _, p in chances(rates, 5)), strict=False)]
+                    tree = Tree(paths, "probe")
+                    draft, rest = self.parts(generator, sampling, tree)
+                    verify.append((count, rest))
+                deep, deepest = draft, tree.depth_max
+                first, _ = self.parts(generator, sampling, chain(1))
+                grown, _ = self.parts(generator, sampling, DynamicTree(16, GROWN_WIDTH, 4))
+                grown_first, _ = self.parts(generator, sampling, DynamicTree(GROWN_WIDTH, GROWN_WIDTH, 1))
+        finally:
+            generator.equip(held)
+        level = max(0.0, deep - first) / max(1, deepest - 1)
+        return Costs(plain, verify, first, level, grown_first, max(0.0, grown - grown_first) / 3)
+
+    def parts(self, generator: Generator, sampling: Sampling, tree: Tree | DynamicTree | None) -> tuple[float, float]:
+        """Seconds of drafting this tree, and of verifying and accepting it."""
+        engine = Engine(generator, self.make(tree) if tree else None)
+        generator.equip(engine)
+        state = generator.state(1)
+        state.reset(sampling, [0])
+        generator.prefill(state, 0, [0, 0])
+        draft = engine.draft(state)
+
+        def rest() -> None:
+            engine.accept(state, draft, *engine.round.verify(state, draft))
+
+        def seconds(action: Callable[[], object]) -> float:
+            for _ in range(2):  # compiles, and settles
+                action()
+            as_graph = generator.compile and engine.round.captures and generator.device.type == "cuda"
+            return timed(graph(action) if as_graph else action, generator.device)
+
+        return seconds(lambda: engine.draft(state)), seconds(rest)
+
+
+def drawn(plan: Plan) -> str:
+    """The tree and the table that speak for a plan, as text."""
+    lines = [str(plan)]
+    if isinstance(plan.tree, Tree):
+        width = max(len(row) for row in plan.rates)
+        lines.append("acceptance of a child under an accepted node, by depth and rank:")
+        for depth, row in enumerate(plan.rates, 1):
+            cells = " ".join("    -" if rate is None else f"{rate:5.2f}" for rate in row)
+            lines.append(f"  depth {depth:2d}  {cells}{'      ' * (width - len(row))}")
+        chance = dict((path, value) for value, path in _first(chances(plan.rates, plan.tree.depth_max), len(plan.tree)))
+        lines.append(f"the tree, {len(plan.tree)} nodes with the root; each with its chance of being accepted:")
+        lines.append("root")
+        for path in sorted(plan.tree.paths[1:]):
+            lines.append(f"{'   ' * (len(path) - 1)}└─ {path[-1]}  {chance.get(path, 0.0):.2f}")
+    costs = plan.costs
+    rows = ", ".join(f"{count}: {1e3 * seconds:.2f}" for count, seconds in costs.verify)
+    lines.append(f"ms of a round: plain {1e3 * costs.plain:.2f}; verifying nodes {rows}")
+    lines.append(
+        f"ms of drafting: static, first level {1e3 * costs.first:.2f}, each further one {1e3 * costs.level:.2f}; "
+        f"dynamic {1e3 * costs.grown_first:.2f} and {1e3 * costs.grown_level:.2f}"
+    )
+    return "\n".join(lines)
+
+
+def _first(items: Iterator[Any], count: int) -> list[Any]:
+    return [item for item, _ in zip(items, range(4 * count), strict=False)]
