@@ -61,9 +61,9 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--tree",
         help="auto (what is fastest here, by measurement), eagle1 (26 nodes, root included), chain:K (K drafts; "
-        "ngram's default: 8, model's: 4), dynamic:N,K,D (EAGLE-2: N nodes with the root, K children a node, D draft forwards) "
-        "or a .json of paths; default with a head: auto if its card says how often it is accepted, else eagle1 "
-        "(EAGLE-3: dynamic:60,10,8) on a GPU, eagle1 in bf16 on a CPU with AMX, else chain:3",
+        "ngram's default: 8, model's: 4), dynamic:N,K,D (EAGLE-2: N nodes with the root, K children a node, D draft "
+        "forwards) or a .json of paths; default with a head: auto if its card says how often it is accepted, "
+        "else eagle1 (EAGLE-3: dynamic:60,10,8) on a GPU, eagle1 in bf16 on a CPU with AMX, else chain:3",
     )
     add("--max-new-tokens", type=int, default=256, help="longest answer in tokens (default 256)")
     add("--temperature", type=float, default=0.0, help="0 = greedy (default)")

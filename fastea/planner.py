@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,15 @@ import torch
 from fastea import costs as timing
 from fastea.acceptance import AcceptanceTable, corrected, expected
 from fastea.costs import COUNTS, Costs, machine, timed
-from fastea.drafters import Drafter
+from fastea.drafters import Draft, Drafter
 from fastea.engine import Engine
 from fastea.pace import Pace
 from fastea.replay import graph
 from fastea.runtime import compiling
 from fastea.sampling import Sampling
+from fastea.state import DecodeState
 from fastea.tree import MAX_DEPTH, DynamicTree, Tree, chain
-from fastea.tree_search import best_static, chances
+from fastea.tree_search import best_static, chance_of, chances
 
 if TYPE_CHECKING:
     from fastea.generator import Generator
@@ -57,6 +59,7 @@ class Planner:
     def __init__(self, make: Callable[[Tree | DynamicTree], Drafter], card: dict[str, Any] | None, key: str):
         self.make, self.key = make, key
         self.acceptance = (card or {}).get("acceptance", {})
+        self.known: dict[str, Costs] = {}
         self.plans: dict[bool, Plan] = {}
         self.engines: dict[bool, Engine] = {}
         self.counted: dict[bool, list[AcceptanceTable]] = {True: [], False: []}
@@ -96,13 +99,9 @@ class Planner:
         old = self.plans[greedy]
         if not isinstance(old.tree, Tree):
             return old.rate
-        wanted, total = set(old.tree.paths), 1.0
-        for chance, path in chances(self.table(greedy), old.tree.depth_max):
-            if path in wanted:
-                total, wanted = total + chance, wanted - {path}
-            if len(wanted) < 2:  # the root is left
-                break
-        return total / old.costs.static(len(old.tree), old.tree.depth_max)
+        rates = self.table(greedy)
+        tokens = sum(chance_of(rates, path) for path in old.tree.paths)  # the root's is 1
+        return tokens / old.costs.static(len(old.tree), old.tree.depth_max)
 
     def plan(self, generator: Generator, sampling: Sampling) -> Plan:
         """The best tree by acceptance and costs."""
@@ -123,9 +122,7 @@ class Planner:
                     best = replace(best, tree=DynamicTree(count, width, levels), tokens=tokens, rate=rate)
         if best.rate < GAIN * plain:
             return replace(best, tree=None, tokens=1.0, rate=plain)
-        if (
-            isinstance(best.tree, DynamicTree) and not generator.round.captures
-        ):  # its pace chooses fewer where that pays
+        if isinstance(best.tree, DynamicTree) and not generator.round.captures:  # a round may take fewer
             largest = min(len(stored["dynamic"][f"{best.tree.width},{best.tree.levels}"]) + 1, 2 * best.tree.count)
             best.tree = replace(best.tree, count=largest)
         return best
@@ -134,54 +131,66 @@ class Planner:
         """As measured before on this machine, or now."""
         kind = "greedy" if sampling.greedy else f"sampled, top-k {sampling.top_k > 0}, top-p {sampling.top_p < 1}"
         key = f"{machine(generator.device)}; {self.key}; compile {generator.compile}; {kind}"
-        found = timing.remembered(key)
-        if found is None:
-            found = self.measure(generator, sampling)
-            timing.remember(key, found)
-        return found
+        if key not in self.known:
+            found = timing.remembered(key)
+            if found is None:
+                found = self.measure(generator, sampling)
+                timing.remember(key, found)
+            self.known[key] = found
+        return self.known[key]
 
     def measure(self, generator: Generator, sampling: Sampling) -> Costs:
-        """Times rounds with a few trees, a second or two (more where they must be compiled first)."""
-        held = generator.engine
+        """Times verifying and drafting with a few trees: seconds, more where each of them must be compiled first."""
+        rates, held = expected(), generator.engine
+
+        def likeliest(count: int) -> Tree:
+            return Tree([path for _, path in itertools.islice(chances(rates, 5), count - 1)], "probe")
+
         try:
             with compiling(), torch.inference_mode():
-                plain = sum(self.parts(generator, sampling, None))
-                rates = expected()
-                verify: list[tuple[int, float]] = []
-                counts = COUNTS[1:4] if generator.compile and not generator.round.captures else COUNTS
-                for count in counts:
-                    paths = [path for _, path in zip(range(count - 1), (p for _, p in chances(rates, 5)), strict=False)]
-                    tree = Tree(paths, "probe")
-                    draft, rest = self.parts(generator, sampling, tree)
-                    verify.append((count, rest))
-                deep, deepest = draft, tree.depth_max
-                first, _ = self.parts(generator, sampling, chain(1))
-                grown, _ = self.parts(generator, sampling, DynamicTree(16, GROWN_WIDTH, 4))
-                grown_first, _ = self.parts(generator, sampling, DynamicTree(GROWN_WIDTH, GROWN_WIDTH, 1))
+                few = generator.compile and not generator.round.captures
+                verify = [
+                    (n, self.verifying(generator, sampling, likeliest(n))) for n in (COUNTS[1:4] if few else COUNTS)
+                ]
+                plain = self.verifying(generator, sampling, None)
+                deep = likeliest(COUNTS[2])
+                grown = (DynamicTree(GROWN_WIDTH, GROWN_WIDTH, 1), DynamicTree(GROWN_WIDTH, GROWN_WIDTH, 4))
+                first, last, grown_first, grown_last = (
+                    self.drafting(generator, sampling, tree) for tree in (chain(1), deep, *grown)
+                )
         finally:
             generator.equip(held)
-        level = max(0.0, deep - first) / max(1, deepest - 1)
-        return Costs(plain, verify, first, level, grown_first, max(0.0, grown - grown_first) / 3)
+        level, grown_level = (last - first) / (deep.depth_max - 1), (grown_last - grown_first) / 3
+        return Costs(plain, verify, first, max(0.0, level), grown_first, max(0.0, grown_level))
 
-    def parts(self, generator: Generator, sampling: Sampling, tree: Tree | DynamicTree | None) -> tuple[float, float]:
-        """Seconds of drafting this tree, and of verifying and accepting it."""
+    def verifying(self, generator: Generator, sampling: Sampling, tree: Tree | None) -> float:
+        """Seconds of verifying and accepting this tree's nodes; None: of a round of plain decoding."""
         engine = Engine(generator, self.make(tree) if tree else None)
-        generator.equip(engine)
-        state = generator.state(1)
-        state.reset(sampling, [0])
-        generator.prefill(state, 0, [0, 0])
-        draft = engine.draft(state)
+        state = _ready(generator, engine, sampling)
+        draft = Draft(state.root[:, None].repeat(1, len(engine.round.tree)))
+        return _seconds(generator, lambda: engine.accept(state, draft, *engine.round.verify(state, draft)))
 
-        def rest() -> None:
-            engine.accept(state, draft, *engine.round.verify(state, draft))
+    def drafting(self, generator: Generator, sampling: Sampling, tree: Tree | DynamicTree) -> float:
+        """Seconds of drafting this tree."""
+        engine = Engine(generator, self.make(tree))
+        state = _ready(generator, engine, sampling)
+        return _seconds(generator, lambda: engine.draft(state))
 
-        def seconds(action: Callable[[], object]) -> float:
-            for _ in range(2):  # compiles, and settles
-                action()
-            as_graph = generator.compile and engine.round.captures and generator.device.type == "cuda"
-            return timed(graph(action) if as_graph else action, generator.device)
 
-        return seconds(lambda: engine.draft(state)), seconds(rest)
+def _ready(generator: Generator, engine: Engine, sampling: Sampling) -> DecodeState:
+    """A state after a short prompt."""
+    generator.equip(engine)
+    state = generator.state(1)
+    state.reset(sampling, [0])
+    generator.prefill(state, 0, [0, 0])
+    return state
+
+
+def _seconds(generator: Generator, action: Callable[[], object]) -> float:
+    for _ in range(2):  # compiles, and settles
+        action()
+    as_graph = generator.compile and generator.round.captures and generator.device.type == "cuda"
+    return timed(graph(action) if as_graph else action, generator.device)
 
 
 def drawn(plan: Plan) -> str:
@@ -193,11 +202,10 @@ def drawn(plan: Plan) -> str:
         for depth, row in enumerate(plan.rates, 1):
             cells = " ".join("    -" if rate is None else f"{rate:5.2f}" for rate in row)
             lines.append(f"  depth {depth:2d}  {cells}{'      ' * (width - len(row))}")
-        chance = dict((path, value) for value, path in _first(chances(plan.rates, plan.tree.depth_max), len(plan.tree)))
         lines.append(f"the tree, {len(plan.tree)} nodes with the root; each with its chance of being accepted:")
         lines.append("root")
         for path in sorted(plan.tree.paths[1:]):
-            lines.append(f"{'   ' * (len(path) - 1)}└─ {path[-1]}  {chance.get(path, 0.0):.2f}")
+            lines.append(f"{'   ' * (len(path) - 1)}└─ {path[-1]}  {chance_of(plan.rates, path):.2f}")
     costs = plan.costs
     rows = ", ".join(f"{count}: {1e3 * seconds:.2f}" for count, seconds in costs.verify)
     lines.append(f"ms of a round: plain {1e3 * costs.plain:.2f}; verifying nodes {rows}")
@@ -206,7 +214,3 @@ def drawn(plan: Plan) -> str:
         f"dynamic {1e3 * costs.grown_first:.2f} and {1e3 * costs.grown_level:.2f}"
     )
     return "\n".join(lines)
-
-
-def _first(items: Iterator[Any], count: int) -> list[Any]:
-    return [item for item, _ in zip(items, range(4 * count), strict=False)]

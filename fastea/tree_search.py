@@ -9,6 +9,7 @@ of N nodes is the N - 1 best chances, and trying all N and depths finds the best
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -37,6 +38,11 @@ def rate(rates: Rates, depth: int, rank: int) -> float:
     row = [value for value in rates[min(depth, len(rates)) - 1] if value is not None]
     known = min(row[: rank + 1])
     return known * FADING ** max(0, rank + 1 - len(row))
+
+
+def chance_of(rates: Rates, path: Path) -> float:
+    """That a node is accepted: the product along its path."""
+    return math.prod(rate(rates, depth, rank) for depth, rank in enumerate(path, 1))
 
 
 def chances(rates: Rates, depth: int) -> Iterator[tuple[float, Path]]:

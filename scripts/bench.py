@@ -81,6 +81,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     speculative = load(**{name: getattr(args, name) for name in names})
     plain = speculative.plain()
     if args.synthetic_acceptance:
+        speculative.planner = None
         if speculative.drafter is None:
             raise FasteaError("--synthetic-acceptance needs a drafter")
         force_acceptance(speculative, args.synthetic_acceptance)
@@ -107,6 +108,7 @@ def measure(
     for generator in (plain, speculative):
         generator.generate(prompts[0]["prompt"], **(options | {"max_new_tokens": 8}))
         generator.seconds = dict.fromkeys(generator.seconds, 0.0)
+    planner, speculative.planner = speculative.planner, None  # one tree throughout
     speeds: dict[str, list[float]] = {"plain": [], "speculative": []}
     ratios, table = [], AcceptanceTable(speculative.tree)
     rounds = tokens = equal = 0
@@ -129,8 +131,9 @@ def measure(
         for name in speeds:
             speeds[name].append(counts[name] / seconds[name])
         ratios.append(speeds["speculative"][-1] / speeds["plain"][-1])
-    total = sum(speculative.seconds.values())
+    total, speculative.planner = sum(speculative.seconds.values()), planner
     return {
+        "tree": speculative.tree.name,
         "plain": {"tokens_per_s": round(statistics.median(speeds["plain"]), 2)},
         "speculative": {
             "tokens_per_s": round(statistics.median(speeds["speculative"]), 2),

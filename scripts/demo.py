@@ -160,7 +160,7 @@ def demo(args: argparse.Namespace) -> None:
         race(panes, draw)
     if args.record:
         record(args.record, args.prompt, frame(), frames, width, height)
-        console.print(f"[dim]kept in {args.record}[/]")
+        console.print(f"\n[dim]kept in {args.record}[/]")
 
 
 def rendered(picture: Any, width: int) -> str:

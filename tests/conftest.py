@@ -196,7 +196,7 @@ def write_checkpoint(path: Path, target: Llama) -> None:
         state |= {f"{name}input_layernorm.weight": layer.attn_norm.weight}
         state |= {f"{name}post_attention_layernorm.weight": layer.mlp_norm.weight}
     save_file({n: t.detach().contiguous().clone() for n, t in state.items()}, path / "model.safetensors")
-    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96}
     config |= {"num_hidden_layers": c.num_layers}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB}
     write_json(

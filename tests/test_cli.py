@@ -313,3 +313,89 @@ def test_check_head_says_what_a_head_is_and_whether_it_fits(capsys, folder, tmp_
     code, _, err = run(capsys, *common, "--head", "none")
     assert (code == 2 and "no head" in err) or "nothing is drafted" in err
     assert (verdict(0.75), verdict(0.3), verdict(0.1)) == (verdict(0.5), verdict(0.2), verdict(0.0))
+
+
+@pytest.mark.parametrize("more", [[], ["--quant", "int8"], ["--compile", "--quant", "int4"]])
+def test_without_triton_and_without_a_gpu(folder, more):
+    """Case 28: the same ids as with Triton there, and no trace of its absence; asking for it is one line."""
+    command = ["--checkpoint", str(folder), "--prompt", "hi", "--max-new-tokens", "8", "--json", "--tree", "chain:2"]
+    code = "import sys; sys.modules['triton'] = None; from fastea.cli import main; sys.exit(main(sys.argv[1:]))"
+
+    def started(*argv):
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        process = [sys.executable, *argv, *command, *more]
+        return subprocess.run(process, capture_output=True, text=True, check=False, env=environment)
+
+    without, usual = started("-c", code), started(str(ROOT / "generate.py"))
+    assert without.returncode == usual.returncode == 0, without.stderr + usual.stderr
+    assert json.loads(without.stdout)["ids"] == json.loads(usual.stdout)["ids"]
+    assert "Traceback" not in without.stderr
+    command += ["--kernels", "triton"]
+    refused = started("-c", code)
+    assert refused.returncode == 2 and "Triton cannot be loaded" in refused.stderr
+
+
+def talk(folder, said, *argv, **environment):
+    command = [sys.executable, str(ROOT / "generate.py"), "--chat", "--checkpoint", str(folder), "--dtype", "float32"]
+    command += ["--max-new-tokens", "12", "--ignore-eos", *argv]
+    return subprocess.run(
+        command, input=said, capture_output=True, text=True, check=False, env=os.environ | environment
+    )
+
+
+def test_a_conversation_at_the_terminal(folder, tmp_path):
+    said = "/stats\nhello\nand more\n/stats\n/nonsense\n/system be kind\nhello\n/reset\n\n/quit\nnot read\n"
+    done = talk(folder, said, XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    model = load(folder, dtype="float32")
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    first = model.generate("hello", **options).text
+    messages = [("user", "hello"), ("assistant", first), ("user", "and more")]
+    second = model.generate([{"role": role, "content": text} for role, text in messages], **options).text
+    kind = model.generate("hello", system="be kind", **options).text
+    assert "nothing has been said yet" in done.stdout and "more were in the cache" in done.stdout
+    assert [done.stdout.count(text) >= 1 for text in (first, second, kind)] == [True] * 3
+    assert "/nonsense is no command" in done.stderr and "not read" not in done.stdout
+    assert talk(folder, "hello\n").returncode == 0  # the end of the input ends it
+    assert first in talk(folder, "", "--prompt", "hello").stdout
+
+
+def test_a_message_that_does_not_fit_is_forgotten(folder):
+    done = talk(folder, "x" * 600 + "\nhello\n/quit\n")
+    assert done.returncode == 0 and "the context 512" in done.stderr and "forgotten" in done.stderr
+    assert load(folder, dtype="float32").generate("hello", max_new_tokens=12, ignore_eos=True).text in done.stdout
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(folder):
+    command = [sys.executable, "-u", str(ROOT / "generate.py"), "--chat", "--checkpoint", str(folder), "--ignore-eos"]
+    command += ["--max-new-tokens", "400", "--exact", "--max-seq-len", "512", "--tree", "eagle1"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdin.write("hello\n")
+    process.stdin.flush()
+    process.stdout.read(12)  # the prompt sign and the beginning of the answer
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate("/stats\n/quit\n", timeout=120)
+    assert process.returncode == 0 and "stopped; the conversation goes on" in err and "ended by interrupted" in out
+
+
+@pytest.mark.parametrize("more", [["--json"], ["--raw"], ["--check-head"], ["--num-samples", 2], ["--prompt", "-"]])
+def test_what_cannot_be_beside_a_chat(capsys, folder, more):
+    code, out, err = run(capsys, "--chat", "--checkpoint", folder, *more)
+    assert code == 2 and "--chat" in err and len(err.splitlines()) == 1 and not out
+
+
+def test_accepted_drafts_are_coloured(capsys, folder):
+    command = ["--checkpoint", folder, "--prompt", "hi", "--max-new-tokens", 40, "--ignore-eos", "--dtype", "float32"]
+    command += ["--drafter", "ngram"]
+    plain = run(capsys, *command)[1]
+    code, out, err = run(capsys, *command, "--show-draft")
+    assert code == 0 and re.sub(r"\x1b\[\d+m", "", out) == plain
+    green = "".join(re.findall(r"\x1b\[32m(.*?)\x1b\[0m", out, re.S))
+    accepted = sum(
+        load(folder, drafter="ngram", dtype="float32").generate("hi", max_new_tokens=40, ignore_eos=True).accepted
+    )
+    assert accepted - 8 <= len(green) <= accepted and green  # a token is a byte here; the last round may be cut
+    code, _, err = run(capsys, *command, "--show-draft", "--json")
+    assert code == 2 and len(err.splitlines()) == 1
