@@ -194,3 +194,19 @@ def test_the_examples_run(name, demo_gguf):
         [sys.executable, ROOT / "examples" / f"{name}.py"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and len(done.stdout) > 40, done.stderr
+
+
+def test_auto_beside_fixed_trees(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prompts = lines(tmp_path / "p.jsonl", [{"prompt": "ab"}, {"prompt": "c d"}])
+    argv = ["--checkpoint", folder, "--prompts", prompts, "--runs", 1, "--max-new-tokens", 9, "--max-seq-len", 128]
+    argv += ["--trees", "chain:2", "dynamic:6,3,2", "--out", tmp_path / "out"]
+    done = script("tree_grid.py", *argv)
+    found = report(done)
+    for kind in ("greedy", "temperature 0.8"):
+        trees = found[kind]["trees"]
+        assert set(trees) == {"auto", "none", "chain:2", "dynamic:6,3,2"} and trees["none"]["tokens_per_round"] == 1
+        assert max(row["share"] for name, row in trees.items() if name != "auto") == 1
+        assert f"auto took {found[kind]['chosen']}" in (tmp_path / "out" / "trees.md").read_text()
+    bad = script("tree_grid.py", *argv, "--head", "none")
+    assert bad.returncode == 2 and "there is no head" in bad.stderr
