@@ -72,5 +72,5 @@ def corrected(stored: list[list[float | None]], counted: Iterable[AcceptanceTabl
             seen = [t for t in tables if depth < t.trials.shape[0] and rank < t.trials.shape[1]]
             if rate is not None and seen:
                 hits, trials = (sum(getattr(t, name)[depth, rank].item() for t in seen) for name in ("hits", "trials"))
-                moved[-1][rank] = (rate * weight + hits) / (weight + trials)
+                moved[-1][rank] = (rate * weight + hits) / (weight + trials) if weight + trials else 0.0
     return moved

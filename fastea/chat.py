@@ -21,7 +21,8 @@ HISTORY = 1000  # lines of input that are remembered
 class Chat:
     """messages: the conversation so far, as the chat template takes it. run: the last turn's, None before it.
 
-    Options as in `Generator.stream`, for every turn, whose text is what `Generator.generate` gives for its messages.
+    Options as in `Generator.stream`, for every turn, whose text is what `Generator.generate` gives for its messages: on
+    the exact path always, else up to near-ties, since cached rows were summed in another order.
     """
 
     def __init__(self, generator: Generator, system: str | None = None, **options: Any):
@@ -63,6 +64,9 @@ def converse(chat: Chat, first: str | None, summary: Callable[[Output], str], sh
             except EOFError:
                 print()
                 return
+            except UnicodeDecodeError:
+                note("this input is not UTF-8; check the terminal's encoding")
+                continue
             first = None
             command, _, rest = text.strip().partition(" ")
             if command == "/quit":
@@ -80,17 +84,21 @@ def converse(chat: Chat, first: str | None, summary: Callable[[Output], str], sh
 
 
 def _answer(chat: Chat, text: str, show: Callable[[Run], None]) -> None:
+    before = chat.messages
     try:
         for _ in chat.send(text):
             assert chat.run is not None
             show(chat.run)
         print()
     except KeyboardInterrupt:
+        if chat.run:
+            show(chat.run)  # what was held back
         print()
         note("stopped; the conversation goes on")
     except FasteaError as error:
         print()
-        note(f"{error}; this message is forgotten, /reset starts anew")
+        forgotten = chat.messages is before
+        note(f"{error}{'; this message is forgotten, /reset starts anew' if forgotten else ''}")
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from fastea.loading import load
 from fastea.memory import peak_rss
 from fastea.planner import drawn
 from fastea.run import Run
-from fastea.runtime import note
+from fastea.runtime import note, use_threads
 from fastea.sampling import Sampling
 
 PROMPT = "Explain why the sky is blue."
@@ -167,10 +167,7 @@ def read_prompt(prompt: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser().parse_args(normalized(sys.argv[1:] if argv is None else argv))
-        if args.threads is not None:
-            if args.threads < 1:
-                raise FasteaError(f"--threads {args.threads} is not possible; it must be at least 1")
-            torch.set_num_threads(args.threads)
+        use_threads(args.threads)
         if args.wait_policy and os.environ.get("OMP_WAIT_POLICY", "").lower() != args.wait_policy:
             restart(args.wait_policy)
         return run(args)
@@ -281,18 +278,18 @@ def profiled(path: str | None) -> Iterator[None]:
 
 def prepare(model: Generator, sampling: Sampling, args: argparse.Namespace) -> None:
     """Say what memory is about to be taken, and compile."""
-    model.choose_tree(sampling)
     if not args.json:
-        if model.planner:
-            note(str(model.planner.plans[sampling.greedy]))
         if model.info["quant_report"]:
             note(f"weights: {model.info['quant_report']}")
         size, cache = model.weight_bytes / 1e6, model.cache_bytes() / 1e6
         note(f"weights {size:.0f} MB, KV cache {cache:.0f} MB for {model.max_seq_len} tokens")
     if model.compile:
         note("compiling the round, once ...")
-        model.warm_up(1, sampling)
+    model.warm_up(1, sampling)
+    if model.compile:
         note(f"compiled in {model.compile_s:.0f} s")
+    if model.planner and not args.json:
+        note(str(model.planner.plans[1, sampling.greedy]))
 
 
 def explained(model: Generator, sampling: Sampling) -> str:
@@ -301,8 +298,8 @@ def explained(model: Generator, sampling: Sampling) -> str:
         raise FasteaError(
             f"--explain-tree: the tree {model.info['tree']} was not chosen by measurement; use --tree auto and a head"
         )
-    model.choose_tree(sampling)
-    return drawn(model.planner.plans[sampling.greedy])
+    model.warm_up(1, sampling)
+    return drawn(model.planner.plans[1, sampling.greedy])
 
 
 def _or_none(choice: str) -> str | None:

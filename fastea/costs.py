@@ -89,8 +89,8 @@ def remembered(key: str) -> Costs | None:
 def remember(key: str, costs: Costs) -> None:
     """Keep them. A cache folder that cannot be written is said in one line."""
     try:
-        known = json.loads(_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        known = dict(json.loads(_file().read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         known = {}
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fastea.acceptance import AcceptanceTable
 from fastea.drafters import Drafter
 from fastea.drafters.draft_model import DraftModelDrafter
 from fastea.llama import DecoderLayer
 from fastea.pace import Pace
+from fastea.replay import Replay
 from fastea.runtime import compiled
+from fastea.sampling import Sampling
 from fastea.tree import AnyTree, chain
 
 if TYPE_CHECKING:
@@ -27,8 +31,21 @@ class Engine:
         self.round = generator.round_kind(
             generator.model, tree, drafter, generator.rejection, generator.row_sizes, len(generator.tokenizer)
         )
-        self.table = AcceptanceTable(tree)
+        with torch.inference_mode(False):  # it outlives a caller's inference mode
+            self.table = AcceptanceTable(tree)
+        self.warm: set[tuple[int, Sampling]] = set()  # batch sizes and settings whose shapes are compiled
+        self.replays: dict[tuple[int, Sampling], Replay] = {}  # of the state that is held
         self.use(generator.compile)
+
+    @property
+    def layout(self) -> tuple[int, int | None]:
+        """What a state is made for: the deepest node, and the rows of the drafter's cache that a tree takes."""
+        return self.round.tree.depth_max, getattr(self.drafter, "draft_rows", None)
+
+    def forget_graphs(self) -> None:
+        """The state that they are of is given up."""
+        self.warm -= self.replays.keys()
+        self.replays.clear()
 
     def use(self, compile: bool) -> None:
         """One layer of the target for all of them, which compiles in seconds, drafting and accepting. Prefill stays

@@ -57,11 +57,9 @@ class Generator:
         self.row_sizes, self.rejection, self.round_kind, self.compile = row_sizes, rejection, round_kind, compile
         self.device = model.embed.weight.device
         self.seconds = {"draft": 0.0, "verify": 0.0, "accept": 0.0}  # of all rounds; on a GPU, of launching them
-        self._warm: set[tuple[int, Sampling]] = set()
-        self._replays: dict[tuple[int, Sampling], Replay] = {}  # of the state that is held
-        self._states: dict[int, DecodeState] = {}
+        self._states: dict[tuple[Any, ...], DecodeState] = {}
         self.planner = planner
-        self.equip(Engine(self, drafter))
+        self.engine = Engine(self, drafter)
         self.closed = False
         self._busy = threading.Lock()
 
@@ -76,20 +74,6 @@ class Generator:
     @property
     def tree(self) -> AnyTree:
         return self.engine.round.tree
-
-    def choose_tree(self, sampling: Sampling, again: bool = True) -> None:
-        """With `--tree auto`, decode with the tree that is best for these settings. again: also give up one that was
-        chosen before, if what it accepted speaks for another."""
-        if self.planner and (engine := self.planner.engine(self, sampling, again)) is not self.engine:
-            self.equip(engine)
-            self.info["tree"] = self.planner.plans[sampling.greedy].name
-
-    def equip(self, engine: Engine) -> None:
-        """Decode with this from now on. What the caches hold is given up."""
-        self.engine = engine
-        self._warm.clear()
-        self._replays.clear()
-        self._states.clear()
 
     def check_open(self) -> None:
         """Raises FasteaError after `close`."""
@@ -178,10 +162,11 @@ class Generator:
 
     def state(self, batch: int) -> DecodeState:
         """The preallocated state for a batch size; the one of another size is given up. Refused if it cannot fit."""
-        if batch not in self._states:
+        key = (batch, *self.engine.layout)
+        if key not in self._states:
             self._states.clear()
-            self._warm -= self._replays.keys()
-            self._replays.clear()
+            for engine in (self.engine, *(self.planner.engines.values() if self.planner else ())):
+                engine.forget_graphs()
             needed, free = self.cache_bytes(batch), available_bytes(str(self.device))
             if free is not None and needed > free:
                 raise FasteaError(
@@ -193,31 +178,50 @@ class Generator:
                 draft = self.drafter.new_cache(batch, self.max_seq_len) if self.drafter else None
                 width = self.tree.depth_max + 1
                 stops = len(self.stop_ids)
-                self._states[batch] = DecodeState(self.model, cache, draft, batch, width, self.max_seq_len, stops)
-        return self._states[batch]
+                self._states[key] = DecodeState(self.model, cache, draft, batch, width, self.max_seq_len, stops)
+        return self._states[key]
 
-    def warm_up(self, batch: int, sampling: Sampling) -> None:
-        """Compile the shapes that a run needs, by running them; nothing compiles afterwards."""
-        if not self.compile or (batch, sampling.shape()) in self._warm:
-            return
+    def warm_up(self, batch: int, sampling: Sampling, again: bool = True) -> None:
+        """With `--tree auto`, take the tree that is best for these settings; and compile the shapes that a run needs,
+        by running them: nothing compiles afterwards. again: also give up a tree that was chosen before, if what it
+        accepted speaks for another."""
         begin = time.perf_counter()
         try:
-            with compiling():
-                state = self._run_twice(batch, sampling)
-                if self.round.captures:
-                    while len(self._replays) >= REPLAYS:
-                        self._warm.discard(oldest := next(iter(self._replays)))
-                        del self._replays[oldest]
-                    self._replays[batch, sampling.shape()] = Replay(self.round, state)
+            self._choose_tree(batch, sampling, again)
+            if self.compile:
+                self._compile(batch, sampling)
         except FasteaError:
             raise
         except Exception as error:  # a compiler that is there but does not work
+            if not self.compile:
+                raise
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             note(f"--compile is off: compiling failed ({reason}); running eager")
             self.compile = False
             self.engine.use(compile=False)
-        self._warm.add((batch, sampling.shape()))
-        self.compile_s += time.perf_counter() - begin
+            if self.planner:
+                self.planner.engines.clear()
+            self._choose_tree(batch, sampling, again)
+        if self.compile:
+            self.compile_s += time.perf_counter() - begin
+
+    def _choose_tree(self, batch: int, sampling: Sampling, again: bool) -> None:
+        if self.planner:
+            self.engine = self.planner.engine(self, batch, sampling, again)
+            self.info["tree"] = self.planner.plans[batch, sampling.greedy].name
+
+    def _compile(self, batch: int, sampling: Sampling) -> None:
+        engine, key = self.engine, (batch, sampling.shape())
+        if key in engine.warm:
+            return
+        with compiling():
+            state = self._run_twice(batch, sampling)
+            if engine.round.captures:
+                while len(engine.replays) >= REPLAYS:
+                    engine.warm.discard(oldest := next(iter(engine.replays)))
+                    del engine.replays[oldest]
+                engine.replays[key] = Replay(engine.round, state)
+        engine.warm.add(key)
 
     def _run_twice(self, batch: int, sampling: Sampling) -> DecodeState:
         """A short prompt and two rounds: every shape that a run has."""
@@ -266,7 +270,7 @@ class Generator:
 
     def replay(self, state: DecodeState) -> Replay | None:
         """The graph of this state's rounds, ready for the first of them; None where rounds run part by part."""
-        replay = self._replays.get((len(state.root), state.sampling.shape()))
+        replay = self.engine.replays.get((len(state.root), state.sampling.shape()))
         if replay:
             replay.begin()
         return replay
@@ -295,11 +299,13 @@ class Generator:
         features, logits = engine.round.verify(state, draft)
         times.append(time.perf_counter())
         outcome: Outcome = engine.accept(state, draft, features, logits)
+        if engine.pace and not count:  # waits for the device, so that the time is the round's
+            advanced = [n for n in outcome.count.tolist() if n]
         times.append(time.perf_counter())
         for name, begin, end in zip(self.seconds, times, times[1:], strict=False):
             self.seconds[name] += end - begin
         if engine.pace and not count:
-            engine.pace.learn(float(outcome.count.sum()) / max(1, int((outcome.count > 0).sum())), times[-1] - times[0])
+            engine.pace.learn(sum(advanced) / max(1, len(advanced)), times[-1] - times[0])
         return outcome
 
     def plain(self) -> Generator:

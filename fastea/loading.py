@@ -129,8 +129,15 @@ def load(
     row_sizes = find_row_sizes(probes(model)) if exact else None
     planner = None
     if found and isinstance(proposer, HeadDrafter) and (automatic or (tree is None and "acceptance" in found[1].card)):
-        where_kept = f"{_shape(model)}, {kind}, quant {stored}, head quant {small}, exact {exact}, triton {triton}"
+        head_shape = f"{type(found[1]).__name__} {found[1].config.intermediate_size}, {len(found[1].ids)} ids"
+        where_kept = (
+            f"{_shape(model)}, {kind}, quant {stored}; {head_shape}, quant {small}; accept {accept}, exact {exact}, "
+            f"triton {triton}"
+        )
         planner = Planner(functools.partial(_head_drafter, found[1], rejection, where), found[1].card, where_kept)
+    if automatic and planner is None:
+        tree_taken = proposer.tree.name if proposer else "none"
+        note(f"--tree auto is for a head that drafts alone; here the tree is {tree_taken}")
     generator = Generator(
         model,
         tokenizer,

@@ -16,7 +16,7 @@ from fastea.drafters import Draft, Drafter
 from fastea.engine import Engine
 from fastea.pace import Pace
 from fastea.replay import graph
-from fastea.runtime import compiling
+from fastea.runtime import compiling, note
 from fastea.sampling import Sampling
 from fastea.state import DecodeState
 from fastea.tree import MAX_DEPTH, DynamicTree, Tree, chain
@@ -60,23 +60,23 @@ class Planner:
         self.make, self.key = make, key
         self.acceptance = (card or {}).get("acceptance", {})
         self.known: dict[str, Costs] = {}
-        self.plans: dict[bool, Plan] = {}
-        self.engines: dict[bool, Engine] = {}
+        self.plans: dict[tuple[int, bool], Plan] = {}  # by batch size, and greedy or not
+        self.engines: dict[tuple[int, bool], Engine] = {}
         self.counted: dict[bool, list[AcceptanceTable]] = {True: [], False: []}
 
-    def engine(self, generator: Generator, sampling: Sampling, again: bool) -> Engine:
-        """What decodes with these settings. again: a tree that was chosen before may be given up for one that what was
-        accepted since then speaks for."""
-        greedy = sampling.greedy
-        known = self.engines.get(greedy)
-        if known and (generator.compile or not again):
+    def engine(self, generator: Generator, batch: int, sampling: Sampling, again: bool) -> Engine:
+        """What decodes so many sequences with these settings. again: a static tree that was chosen before may be given
+        up for one that what was accepted since then speaks for; not where it was compiled."""
+        key = batch, sampling.greedy
+        known = self.engines.get(key)
+        if known and (generator.compile or not again or not isinstance(self.plans[key].tree, Tree)):
             return known
-        plan = self.plan(generator, sampling)
-        if known and plan.rate < GAIN * self.expected_rate(greedy):
+        plan = self.plan(generator, batch, sampling)
+        if known and plan.rate < GAIN * self.expected_rate(*key):
             return known
-        self.plans[greedy] = plan
-        self.engines[greedy] = engine = self.equipped(generator, plan)
-        self.counted[greedy].append(engine.table)
+        self.plans[key] = plan
+        self.engines[key] = engine = self.equipped(generator, plan)
+        self.counted[sampling.greedy].append(engine.table)
         return engine
 
     def equipped(self, generator: Generator, plan: Plan) -> Engine:
@@ -94,21 +94,24 @@ class Planner:
         stored = self.acceptance.get("greedy" if greedy else "temperature 0.8", {}).get("by_depth_and_rank")
         return corrected(stored or [list(row) for row in expected()], self.counted[greedy])
 
-    def expected_rate(self, greedy: bool) -> float:
-        """Of the tree that runs, with what is known now."""
-        old = self.plans[greedy]
-        if not isinstance(old.tree, Tree):
-            return old.rate
+    def expected_rate(self, batch: int, greedy: bool) -> float:
+        """Of the static tree that runs, with what is known now."""
+        old = self.plans[batch, greedy]
+        assert isinstance(old.tree, Tree)
         rates = self.table(greedy)
         tokens = sum(chance_of(rates, path) for path in old.tree.paths)  # the root's is 1
-        return tokens / old.costs.static(len(old.tree), old.tree.depth_max)
+        return tokens / old.costs.static(batch * len(old.tree), old.tree.depth_max)
 
-    def plan(self, generator: Generator, sampling: Sampling) -> Plan:
-        """The best tree by acceptance and costs."""
+    def plan(self, generator: Generator, batch: int, sampling: Sampling) -> Plan:
+        """The best tree by acceptance and costs; rates are a sequence's."""
         rates = self.table(sampling.greedy)
         costs = self.costs(generator, sampling)
-        plain = 1 / costs.plain
-        static = best_static(rates, costs.static, deepest=min(MAX_DEPTH, len(rates) + 2))
+        plain = 1 / (costs.plain if batch == 1 else max(costs.plain, costs.verified(batch)))
+
+        def seconds(nodes: int, depth: int) -> float:
+            return costs.static(batch * nodes, depth)
+
+        static = best_static(rates, seconds, deepest=min(MAX_DEPTH, len(rates) + 2))
         name = f"auto:{len(static.paths) + 1}"
         best = Plan(Tree(static.paths, name), static.tokens, static.rate, plain, costs, rates)
         stored = self.acceptance.get("greedy" if sampling.greedy else "temperature 0.8", {})
@@ -117,7 +120,7 @@ class Planner:
             tokens = 1.0
             for count, chance in enumerate(by_slot, 2):
                 tokens += chance
-                rate = tokens / costs.grown(count, levels)
+                rate = tokens / costs.grown(batch * count, levels)
                 if rate > best.rate:
                     best = replace(best, tree=DynamicTree(count, width, levels), tokens=tokens, rate=rate)
         if best.rate < GAIN * plain:
@@ -134,6 +137,7 @@ class Planner:
         if key not in self.known:
             found = timing.remembered(key)
             if found is None:
+                note("timing rounds for --tree auto, once on this machine with these settings")
                 found = self.measure(generator, sampling)
                 timing.remember(key, found)
             self.known[key] = found
@@ -159,7 +163,7 @@ class Planner:
                     self.drafting(generator, sampling, tree) for tree in (chain(1), deep, *grown)
                 )
         finally:
-            generator.equip(held)
+            generator.engine = held
         level, grown_level = (last - first) / (deep.depth_max - 1), (grown_last - grown_first) / 3
         return Costs(plain, verify, first, max(0.0, level), grown_first, max(0.0, grown_level))
 
@@ -167,7 +171,11 @@ class Planner:
         """Seconds of verifying and accepting this tree's nodes; None: of a round of plain decoding."""
         engine = Engine(generator, self.make(tree) if tree else None)
         state = _ready(generator, engine, sampling)
-        draft = Draft(state.root[:, None].repeat(1, len(engine.round.tree)))
+        tokens, probs = state.root[:, None].repeat(1, len(engine.round.tree)), None
+        if generator.rejection and tree and not sampling.greedy:  # the rule reads what the children were drawn from
+            vocab = generator.model.config.vocab_size
+            probs = torch.full((1, len(tree), vocab), 1 / vocab, device=generator.device)
+        draft = Draft(tokens, probs)
         return _seconds(generator, lambda: engine.accept(state, draft, *engine.round.verify(state, draft)))
 
     def drafting(self, generator: Generator, sampling: Sampling, tree: Tree | DynamicTree) -> float:
@@ -179,10 +187,11 @@ class Planner:
 
 def _ready(generator: Generator, engine: Engine, sampling: Sampling) -> DecodeState:
     """A state after a short prompt."""
-    generator.equip(engine)
+    generator.engine = engine
     state = generator.state(1)
     state.reset(sampling, [0])
     generator.prefill(state, 0, [0, 0])
+    state.done.fill_(True)  # rounds do all their work, and the text does not grow past its cache
     return state
 
 
@@ -190,7 +199,10 @@ def _seconds(generator: Generator, action: Callable[[], object]) -> float:
     for _ in range(2):  # compiles, and settles
         action()
     as_graph = generator.compile and generator.round.captures and generator.device.type == "cuda"
-    return timed(graph(action) if as_graph else action, generator.device)
+    if not as_graph:
+        return timed(action, generator.device)
+    with torch.cuda.device(generator.device):
+        return timed(graph(action), generator.device)
 
 
 def drawn(plan: Plan) -> str:

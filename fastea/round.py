@@ -103,6 +103,7 @@ class Round:
     ) -> Outcome:
         """Keep the accepted rows: their keys and values, features and tokens; advance what is not done. broken: [B, N]
         nodes with a NaN among their logits."""
+        path = path.clamp(max=features.shape[1] - 1)  # unused places of it name slots that a small tree has not
         if not self.tree.is_chain:
             state.cache.compact(state.length, path)
         steps = torch.arange(path.shape[1], device=path.device)

@@ -13,6 +13,7 @@ from fastea.config import FasteaError
 from fastea.round import Outcome
 from fastea.sampling import Sampling
 from fastea.tokenizer import Message
+from fastea.tree import Tree
 
 if TYPE_CHECKING:
     from fastea.generator import Generator
@@ -111,8 +112,7 @@ class _Call:
 
     def _decode(self) -> PyGenerator[str, None, None]:
         generator, answers = self.generator, self.answers
-        generator.choose_tree(self.sampling, again=not self.reuse)
-        generator.warm_up(len(answers), self.sampling)
+        generator.warm_up(len(answers), self.sampling, again=not self.reuse)
         state = generator.state(len(answers))
         kept = generator.reusable(state, self.prompts[0]) if self.reuse else 0
         state.reset(self.sampling, self.streams, self.stop_ids, kept)
@@ -143,7 +143,8 @@ class _Call:
             outcome = generator.step(state, replay)
             emitted, counts = outcome.emitted.tolist(), outcome.count.tolist()
             seconds = time.perf_counter() - begin
-            generator.engine.table.add(outcome)
+            if generator.planner and isinstance(generator.tree, Tree):
+                generator.engine.table.add(outcome)
             if self.observe:
                 self.observe(outcome)
             for row, answer in enumerate(answers):

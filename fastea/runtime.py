@@ -32,7 +32,18 @@ def exit_code(run: Callable[[], object], failed: str, interrupted: str) -> int:
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return 130
+    except OSError as error:
+        print(f"{failed}: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return 2
     return 0
+
+
+def use_threads(count: int | None) -> None:
+    """As many threads of the CPU; None: torch's choice."""
+    if count is not None:
+        if count < 1:
+            raise FasteaError(f"--threads {count} is not possible; it must be at least 1")
+        torch.set_num_threads(count)
 
 
 def resolve_device(name: str) -> str:

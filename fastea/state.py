@@ -72,7 +72,7 @@ class DecodeState:
     def begin(self, row: int, prompt: torch.Tensor, feature: torch.Tensor, first: torch.Tensor, room: int) -> None:
         """A prompt [T] is in the caches; `first` is the token picked after it, feature [h] that of its last token;
         room: tokens that the answer may have."""
-        length = prompt.shape[0]
+        length, self.cached = prompt.shape[0], []
         self.limit[row] = length + room
         self.history[row, :length] = prompt
         self.history[row, length] = first

@@ -36,6 +36,8 @@ class Static(NamedTuple):
 def rate(rates: Rates, depth: int, rank: int) -> float:
     """a(depth, rank), never above that of the rank before. Depths below the table's last are as that one."""
     row = [value for value in rates[min(depth, len(rates)) - 1] if value is not None]
+    if not row:
+        return 0.0
     known = min(row[: rank + 1])
     return known * FADING ** max(0, rank + 1 - len(row))
 

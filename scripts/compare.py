@@ -22,6 +22,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +142,19 @@ class Engine:
     def __init__(self, name: str, python: str, program: str, *argv: str):
         command = [python, "-c", program + ANSWERS, *argv]
         self.name = name
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
         )
         self.about = self._read()
 
     def _read(self) -> dict[str, Any]:
-        assert self.process.stdout and self.process.stderr
+        assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
-            reason = (self.process.stderr.read().strip().splitlines() or ["it ended without a word"])[-1]
+            self.process.wait()
+            self.errors.seek(0)
+            reason = (self.errors.read().strip().splitlines() or ["it ended without a word"])[-1]
             raise FasteaError(f"{self.name}: {reason}")
         return json.loads(line)
 

@@ -21,14 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fastea.config import FasteaError
 from fastea.generator import Generator
 from fastea.loading import load
 from fastea.run import Run
-from fastea.runtime import exit_code
-from fastea.sampling import Sampling
+from fastea.runtime import exit_code, use_threads
 
 PROMPT = "Write a short story about a lighthouse keeper who finds a message in a bottle."
 NARROW, FRAMES = 60, 12  # columns that two panes need; pictures a second
@@ -126,8 +123,7 @@ def demo(args: argparse.Namespace) -> None:
         raise FasteaError(f"--record {args.record}: known are .svg and .cast")
     if args.max_new_tokens < 2:
         raise FasteaError(f"--max-new-tokens {args.max_new_tokens}: it must be at least 2")
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     size = shutil.get_terminal_size((80, 24))
     width, height = args.width or size.columns, max(14, min(size.lines - 1, 30))
     if width < NARROW:
@@ -137,7 +133,6 @@ def demo(args: argparse.Namespace) -> None:
     console = Console(width=width)
     console.print(f"[dim]{args.prompt}[/]")
     for model in (plain, fast):  # compiled and warm before the clocks start
-        model.warm_up(1, Sampling(**sampling))
         model.generate(args.prompt, max_new_tokens=8, **sampling)
     options = {"max_new_tokens": args.max_new_tokens, **sampling}
     panes = [

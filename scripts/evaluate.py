@@ -23,6 +23,7 @@ line printed is the JSON document.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections import defaultdict
@@ -40,7 +41,7 @@ from fastea.evaluation.plots import plots
 from fastea.evaluation.questions import read_questions
 from fastea.generator import Generator
 from fastea.loading import load
-from fastea.runtime import exit_code
+from fastea.runtime import exit_code, use_threads
 from fastea.sampling import Sampling
 
 CORPUS = Path(__file__).parent.parent / "benchmarks" / "corpus.txt"
@@ -89,11 +90,10 @@ def main() -> int:
 def measure(args: argparse.Namespace) -> None:
     if args.what != "perplexity" and args.questions is None:
         raise FasteaError(f"{args.what} needs --questions FILE")
-    for name in ("limit", "max_new_tokens", "threads"):
+    for name in ("limit", "max_new_tokens"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise FasteaError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be at least 1")
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     found, text = MEASURES[args.what](args)
     found["command"] = "python scripts/evaluate.py " + " ".join(sys.argv[1:])
     args.out.mkdir(parents=True, exist_ok=True)
@@ -120,8 +120,7 @@ def measure_speed(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     settings = {name: str(getattr(args, name)) for name in (*MODEL_FLAGS, "max_seq_len", "max_new_tokens", "seed")}
     path = args.out / "speed.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    known = [line["record"] for line in lines if line["settings"] == settings]
+    known = records_of(path, settings)
     wanted = {(q.task, q.number) for q in questions}
     known = [r for r in known if r["temperature"] in temperatures and (r["task"], r["question"]) in wanted]
     with path.open("a", encoding="utf-8") as kept:
@@ -140,10 +139,20 @@ def measure_speed(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     )
 
 
+def records_of(path: Path, settings: dict[str, str]) -> list[dict[str, Any]]:
+    """What an earlier run with these settings has finished; a line that it had no time to end is passed over."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            if (read := json.loads(line))["settings"] == settings:
+                records.append(read["record"])
+    return records
+
+
 def measure_exactness(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     fast = build(args)
     found = exactness.compare(fast.plain(), fast, read_questions(args.questions, args.limit), options(args))
-    found |= {"distribution": exactness.total_variation(), **fast.info}
+    found |= {"distribution": exactness.total_variation(rejection=args.accept == "rejection"), **fast.info}
     return found, exactness.markdown(found)
 
 

@@ -17,14 +17,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from fastea.config import FasteaError
 from fastea.costs import machine
 from fastea.generator import Generator
 from fastea.loading import load
-from fastea.runtime import exit_code
+from fastea.runtime import exit_code, use_threads
 from fastea.training.data import read_lines
 
 PROMPTS = Path(__file__).parent.parent / "benchmarks" / "prompts.jsonl"
@@ -55,8 +54,7 @@ def arguments() -> argparse.Namespace:
 
 
 def grid(args: argparse.Namespace) -> None:
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     if args.runs < 1 or args.max_new_tokens < 2:
         raise FasteaError("--runs must be at least 1, --max-new-tokens at least 2")
     names = ("checkpoint", "head", "head_quant", "quant", "dtype", "device", "compile", "max_seq_len")

@@ -126,8 +126,8 @@ def test_the_choice_follows_the_costs(changes, name):
     generator = build(target, None, planner=planner_of(head, **changes))
     plain = build(target, None).generate([1, 2, 3], max_new_tokens=30).ids
     assert generator.generate([1, 2, 3], max_new_tokens=30).ids == plain
-    assert generator.info["tree"] == name == generator.planner.plans[True].name
-    text = drawn(generator.planner.plans[True])
+    assert generator.info["tree"] == name == generator.planner.plans[1, True].name
+    text = drawn(generator.planner.plans[1, True])
     assert ("is expected to pay" in text) == (name == "none") and "plain 10000.00" in text
 
 
@@ -138,7 +138,7 @@ def test_a_dynamic_tree_is_taken_where_it_yields_more():
     generator = build(target, None, planner=planner_of(head, card))
     plain = build(target, None).generate([1, 2, 3], max_new_tokens=40).ids
     assert generator.generate([1, 2, 3], max_new_tokens=40).ids == plain
-    plan = generator.planner.plans[True]
+    plan = generator.planner.plans[1, True]
     assert plan.tree == DynamicTree(21, 4, 3) and plan.tokens == pytest.approx(7.0)
     assert generator.engine.pace and generator.drafter.deeper
 
@@ -212,7 +212,7 @@ def test_measuring_a_tiny_model(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(Planner, "measure", lambda *_: pytest.fail("measured again"))
     again = load(folder, tree="auto", dtype="float32")
     again.generate("hello", max_new_tokens=4)
-    assert again.planner.plans[True].costs == model.planner.plans[True].costs
+    assert again.planner.plans[1, True].costs == model.planner.plans[1, True].costs
 
 
 def test_the_flags(capsys, folder, tmp_path, monkeypatch):
@@ -241,3 +241,77 @@ def test_a_card_with_acceptance_makes_auto_the_default(folder, tmp_path):
     assert load(folder, head=tmp_path / "head").info["tree"] == "auto"
     assert load(folder, head=tmp_path / "head", tree="chain:2").info["tree"] == "chain:2"
     assert load(folder).info["tree"] != "auto"
+
+
+@pytest.mark.parametrize("spec", [DynamicTree(4, 8, 8), DynamicTree(2, 8, 7)])
+def test_a_tree_of_fewer_nodes_than_levels(spec):
+    """The places of a path that no node can take name no slot of the tree."""
+    target, head = make()
+    model = build(target, DynamicEagleDrafter(head, spec))
+    plain = build(target, None).generate([1, 2, 3], max_new_tokens=30).ids
+    assert model.generate([1, 2, 3], max_new_tokens=30).ids == plain
+    card = {"dynamic": {"8,7": [0.9] + [0.0] * 62}}
+    auto = build(target, None, planner=planner_of(head, card, slope=0.001, level=0.0))
+    assert (
+        auto.generate([1, 2, 3], max_new_tokens=60).ids
+        == build(target, None).generate([1, 2, 3], max_new_tokens=60).ids
+    )
+
+
+def test_a_head_that_was_never_right():
+    """Depths that were never reached have no rates."""
+    target, head = make()
+    useless = {"by_depth_and_rank": [[0.0, 0.0], [None, None], []]}
+    generator = build(target, None, planner=planner_of(head, useless, slope=0.0, level=0.0))
+    generator.generate([1, 2, 3], max_new_tokens=5)
+    assert generator.info["tree"] == "none" and rate([[None]], 1, 0) == 0.0
+    assert corrected([[0.0], [0.5]], [AcceptanceTable(chain(2))]) == [[0.0], [0.0]]
+
+
+def test_a_first_call_in_the_callers_inference_mode():
+    target, head = make()
+    generator = build(target, None, planner=planner_of(head, slope=0.0))
+    with torch.inference_mode():
+        first = generator.generate([1, 2], max_new_tokens=20).ids
+    assert generator.generate([1, 2], max_new_tokens=20).ids == first
+
+
+@pytest.mark.parametrize("context", [6, 24])
+def test_measuring_in_a_small_context(folder, tmp_path, monkeypatch, context):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = load(folder, tree="auto", dtype="float32", max_seq_len=context)
+    plain = load(folder, head="none", dtype="float32", max_seq_len=context)
+    assert model.generate([1, 2], max_new_tokens=40).ids == plain.generate([1, 2], max_new_tokens=40).ids
+
+
+def test_a_batch_has_a_tree_of_its_own():
+    """Where a row costs time, eight sequences get fewer nodes each; every answer stays as alone."""
+    target, head = make()
+    generator = build(target, None, planner=planner_of(head, slope=0.2, level=0.0))
+    texts = ["abc", "de", "f", "gh"] * 2
+    alone = [build(target, None).generate(t, max_new_tokens=12).ids for t in texts]
+    assert [o.ids for o in generator.generate(texts, max_new_tokens=12)] == alone
+    generator.generate("abc", max_new_tokens=12)
+    one, eight = generator.planner.plans[1, True], generator.planner.plans[8, True]
+    assert len(one.tree) > (len(eight.tree) if eight.tree else 1)
+
+
+def test_a_compiler_that_fails_is_one_line_and_eager(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    from fastea import engine, loading
+
+    def broken(function, any_shape=False):
+        def call(*_, **__):
+            raise RuntimeError("the compiler is out of order")
+
+        return call
+
+    monkeypatch.setattr(engine, "compiled", broken)
+    monkeypatch.setattr(loading, "can_compile", lambda device: True)
+    plain = load(folder, head="none", dtype="float32").generate("hi", max_new_tokens=8).ids
+    for tree in ("auto", "chain:2"):
+        model = load(folder, tree=tree, dtype="float32", compile=True)
+        assert model.generate("hi", max_new_tokens=8).ids == plain and not model.compile
+        assert model.generate("ho", max_new_tokens=8, temperature=1.0, seed=1).ids
+        err = capsys.readouterr().err
+        assert err.count("--compile is off: compiling failed (the compiler is out of order)") == 1
