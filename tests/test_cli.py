@@ -246,6 +246,8 @@ def test_interrupt_before_the_first_token(capsys, folder, monkeypatch):
 def test_help_names_every_flag_of_the_readme():
     text = (ROOT / "README.md").read_text()
     options = {o for p in (parser(), quantize_parser()) for action in p._actions for o in action.option_strings}
+    for name in ("evaluate", "compare", "demo", "gpu_check"):
+        options |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / "scripts" / f"{name}.py").read_text()))
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text.split("## Training")[0])):
         assert flag in options | {"--help"}, flag
     assert "--prompt" in parser().format_help()

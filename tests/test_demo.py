@@ -135,7 +135,9 @@ def test_the_readmes_first_command(demo_gguf):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and first and "sky" in (first + out).decode()
     assert seconds < 20
-    assert [line.split()[0] for line in err.decode().splitlines()] == ["fastea:", "prefill", "decode", "ran"]
+    *notes, prefill, decode, ran = err.decode().splitlines()
+    assert notes[0].startswith("fastea: weights") and notes[-1].startswith("fastea: tree auto: ")
+    assert [line.split()[0] for line in (prefill, decode, ran)] == ["prefill", "decode", "ran"]
 
 
 def test_download_failure_is_one_line(tmp_path, monkeypatch):
