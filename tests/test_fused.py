@@ -178,7 +178,7 @@ def test_replayed_rounds_write_the_same():
         expected = stepped.generate([1, 2, 3, 0], **settings)
         output = replayed.generate([1, 2, 3, 0], **settings)
         assert (output.ids, output.accepted) == (expected.ids, expected.accepted)
-    assert len(replayed._replays) == 2 and set(replayed.seconds) >= {"round"}
+    assert len(replayed.engine.replays) == 2 and set(replayed.seconds) >= {"round"}
     half = replayed.stream([1, 2, 3, 0], max_new_tokens=8)
     next(half)  # abandoned in the middle, with a round under way
     assert replayed.generate([0, 3], max_new_tokens=4).ids == stepped.generate([0, 3], max_new_tokens=4).ids
@@ -220,7 +220,7 @@ def test_few_graphs_are_kept(monkeypatch):
     for step in range(9):
         model.warm_up(1, Sampling(0.1 * step))
     kept = [(1, Sampling(0.1 * step).shape()) for step in range(5, 9)]
-    assert list(model._replays) == kept and model._warm == set(kept)
+    assert list(model.engine.replays) == kept and model.engine.warm == set(kept)
 
 
 class Counted(TorchDispatchMode):
