@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import platform
 import time
 from collections.abc import Callable
@@ -31,11 +33,16 @@ class Costs:
     grown_level: float
 
     def verified(self, rows: int) -> float:
-        """Seconds for this many rows: between two measured counts in proportion."""
-        pairs = list(zip(self.verify, self.verify[1:], strict=False))
+        """Seconds for this many rows: between two counts in proportion, and never more than for more rows, since a
+        measurement can be disturbed."""
+        points, least = [], math.inf
+        for count, seconds in reversed([(1, self.plain), *self.verify]):
+            least = min(least, seconds)
+            points.append((count, least))
+        points.reverse()
+        pairs = list(itertools.pairwise(points))
         below, above = next((pair for pair in pairs if rows <= pair[1][0]), pairs[-1])
-        slope = (above[1] - below[1]) / (above[0] - below[0])
-        return max(below[1] + slope * (rows - below[0]), self.plain * 0.5)
+        return below[1] + (above[1] - below[1]) / (above[0] - below[0]) * (rows - below[0])
 
     def static(self, nodes: int, depth: int) -> float:
         return self.verified(nodes) + self.first + (depth - 1) * self.level
@@ -45,7 +52,7 @@ class Costs:
 
 
 def timed(action: Callable[[], object], device: torch.device) -> float:
-    """Seconds of an action that has run before: the median of some tries."""
+    """Seconds of an action that has run before: the best of some tries, since what disturbs a machine only adds."""
     times: list[float] = []
     while len(times) < TRIES and (len(times) < 3 or sum(times) < SECONDS):
         _wait(device)
@@ -53,7 +60,7 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
         action()
         _wait(device)
         times.append(time.perf_counter() - begin)
-    return sorted(times)[len(times) // 2]
+    return min(times)
 
 
 def _wait(device: torch.device) -> None:

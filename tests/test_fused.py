@@ -180,7 +180,8 @@ def test_replayed_rounds_write_the_same():
         assert (output.ids, output.accepted) == (expected.ids, expected.accepted)
     assert len(replayed.engine.replays) == 2 and set(replayed.seconds) >= {"round"}
     half = replayed.stream([1, 2, 3, 0], max_new_tokens=8)
-    next(half)  # abandoned in the middle, with a round under way
+    next(half)
+    half.interrupt()  # in the middle, with a round under way
     assert replayed.generate([0, 3], max_new_tokens=4).ids == stepped.generate([0, 3], max_new_tokens=4).ids
 
 

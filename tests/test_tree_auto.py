@@ -81,7 +81,9 @@ def test_chances_come_best_first_and_every_node_after_its_parent():
 def test_costs_between_and_past_what_was_measured():
     found = Costs(10.0, [(4, 11.0), (8, 15.0), (16, 31.0)], 2.0, 1.0, 3.0, 4.0)
     assert [found.verified(n) for n in (4, 6, 8, 12, 16, 20)] == [11.0, 13.0, 15.0, 23.0, 31.0, 39.0]
-    assert found.verified(2) == 9.0 and found.static(8, 3) == 19.0 and found.grown(8, 3) == 26.0
+    assert found.verified(1) == 10.0 and found.static(8, 3) == 19.0 and found.grown(8, 3) == 26.0
+    disturbed = Costs(10.0, [(4, 30.0), (8, 12.0), (16, 20.0)], 2.0, 1.0, 3.0, 4.0)
+    assert [disturbed.verified(n) for n in (1, 4, 8, 16)] == [10.0, 12.0, 12.0, 20.0]
 
 
 def test_timings_are_kept_and_a_broken_file_is_measured_anew(tmp_path, monkeypatch, capsys):
