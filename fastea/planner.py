@@ -111,14 +111,15 @@ class Planner:
         def seconds(nodes: int, depth: int) -> float:
             return costs.static(batch * nodes, depth)
 
-        static = best_static(rates, seconds, deepest=min(MAX_DEPTH, len(rates) + 2))
+        most = costs.verify[-1][0]  # nodes that were timed: what more would cost is not known
+        static = best_static(rates, seconds, most, min(MAX_DEPTH, len(rates) + 2))
         name = f"auto:{len(static.paths) + 1}"
         best = Plan(Tree(static.paths, name), static.tokens, static.rate, plain, costs, rates)
         stored = self.acceptance.get("greedy" if sampling.greedy else "temperature 0.8", {})
         for spec, by_slot in stored.get("dynamic", {}).items():
             width, levels = (int(part) for part in spec.split(","))
             tokens = 1.0
-            for count, chance in enumerate(by_slot, 2):
+            for count, chance in enumerate(by_slot[: most - 1], 2):
                 tokens += chance
                 rate = tokens / costs.grown(batch * count, levels)
                 if rate > best.rate:
@@ -126,7 +127,8 @@ class Planner:
         if best.rate < GAIN * plain:
             return replace(best, tree=None, tokens=1.0, rate=plain)
         if isinstance(best.tree, DynamicTree) and not generator.round.captures:  # a round may take fewer
-            largest = min(len(stored["dynamic"][f"{best.tree.width},{best.tree.levels}"]) + 1, 2 * best.tree.count)
+            measured = stored["dynamic"][f"{best.tree.width},{best.tree.levels}"]
+            largest = min(len(measured) + 1, 2 * best.tree.count, most)
             best.tree = replace(best.tree, count=largest)
         return best
 
