@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -32,16 +33,19 @@ class Costs:
     grown_first: float
     grown_level: float
 
-    def verified(self, rows: int) -> float:
-        """Seconds for this many rows: between two counts in proportion, and never more than for more rows, since a
-        measurement can be disturbed."""
+    @functools.cached_property
+    def _stretches(self) -> list[tuple[tuple[int, float], tuple[int, float]]]:
+        """Neighbours among the measured (rows, seconds); none costs more than one of more rows, since a measurement can
+        be disturbed."""
         points, least = [], math.inf
         for count, seconds in reversed([(1, self.plain), *self.verify]):
             least = min(least, seconds)
             points.append((count, least))
-        points.reverse()
-        pairs = list(itertools.pairwise(points))
-        below, above = next((pair for pair in pairs if rows <= pair[1][0]), pairs[-1])
+        return list(itertools.pairwise(reversed(points)))
+
+    def verified(self, rows: int) -> float:
+        """Seconds for this many rows: between two measured counts in proportion."""
+        below, above = next((pair for pair in self._stretches if rows <= pair[1][0]), self._stretches[-1])
         return below[1] + (above[1] - below[1]) / (above[0] - below[0]) * (rows - below[0])
 
     def static(self, nodes: int, depth: int) -> float:

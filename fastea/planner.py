@@ -91,8 +91,13 @@ class Planner:
 
     def table(self, greedy: bool) -> list[list[float | None]]:
         """Acceptance by depth and rank: the head's own, moved by what was accepted here."""
-        stored = self.acceptance.get("greedy" if greedy else "temperature 0.8", {}).get("by_depth_and_rank")
+        stored = self.stored(greedy).get("by_depth_and_rank")
         return corrected(stored or [list(row) for row in expected()], self.counted[greedy])
+
+    def stored(self, greedy: bool) -> dict[str, Any]:
+        """What the head's card says of acceptance."""
+        found: dict[str, Any] = self.acceptance.get("greedy" if greedy else "temperature 0.8", {})
+        return found
 
     def expected_rate(self, batch: int, greedy: bool) -> float:
         """Of the static tree that runs, with what is known now."""
@@ -115,8 +120,8 @@ class Planner:
         static = best_static(rates, seconds, most, min(MAX_DEPTH, len(rates) + 2))
         name = f"auto:{len(static.paths) + 1}"
         best = Plan(Tree(static.paths, name), static.tokens, static.rate, plain, costs, rates)
-        stored = self.acceptance.get("greedy" if sampling.greedy else "temperature 0.8", {})
-        for spec, by_slot in stored.get("dynamic", {}).items():
+        dynamic = self.stored(sampling.greedy).get("dynamic", {})
+        for spec, by_slot in dynamic.items():
             width, levels = (int(part) for part in spec.split(","))
             tokens = 1.0
             for count, chance in enumerate(by_slot[: most - 1], 2):
@@ -127,7 +132,7 @@ class Planner:
         if best.rate < GAIN * plain:
             return replace(best, tree=None, tokens=1.0, rate=plain)
         if isinstance(best.tree, DynamicTree) and not generator.round.captures:  # a round may take fewer
-            measured = stored["dynamic"][f"{best.tree.width},{best.tree.levels}"]
+            measured = dynamic[f"{best.tree.width},{best.tree.levels}"]
             largest = min(len(measured) + 1, 2 * best.tree.count, most)
             best.tree = replace(best.tree, count=largest)
         return best
