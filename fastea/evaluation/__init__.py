@@ -1,0 +1,1 @@
+"""What `scripts/evaluate.py` measures: speed, exactness, acceptance, perplexity, batches."""
