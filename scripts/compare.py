@@ -26,11 +26,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from fastea.config import FasteaError
+from fastea.costs import machine
 from fastea.demo import demo_model
-from fastea.runtime import exit_code, note
+from fastea.evaluation.report import report
+from fastea.runtime import exit_code, note, use_threads
 from fastea.training.data import read_lines
 
 PROMPTS = Path(__file__).parent.parent / "benchmarks" / "prompts.jsonl"
@@ -194,6 +197,7 @@ PEERS = {
 
 
 def compare(args: argparse.Namespace) -> None:
+    use_threads(args.threads)
     pythons = dict(pair.partition("=")[::2] for pair in args.python)
     unknown = set(pythons) - set(PEERS)
     if unknown or args.max_new_tokens < 2 or args.rounds < 1:
@@ -232,10 +236,10 @@ def compare(args: argparse.Namespace) -> None:
                 same[name] += answer["ids"] == answers["plain"]["ids"]
         for name in engines:
             speeds[name].append((args.max_new_tokens - 1) * len(encoded) / seconds[name])
-    report(args, engines, speeds, {name: f"{n} of {args.rounds * len(encoded)}" for name, n in same.items()})
+    summed_up(args, engines, speeds, {name: f"{n} of {args.rounds * len(encoded)}" for name, n in same.items()})
 
 
-def report(
+def summed_up(
     args: argparse.Namespace, engines: dict[str, Engine], speeds: dict[str, list[float]], same: dict[str, str]
 ) -> None:
     """Tokens per second, fastea's ratios to each, and versions."""
@@ -251,14 +255,7 @@ def report(
         ours = "fastea " if name in ("plain", "speculative") else ""
         cells = (ours + name, about["version"], f"{rows[name]['tokens_per_s']:.1f}", f"{ratio:.2f} x", same[name])
         text += f"| {' | '.join(cells)} |\n"
-    command = "python scripts/compare.py " + " ".join(sys.argv[1:])
-    document = {"command": command, "threads": args.threads, "engines": rows}
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "compare.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        (args.out / "compare.md").write_text(f"    {command}\n\n{text}", encoding="utf-8")
-    print(text)
-    print(json.dumps(document))
+    report(args.out, "compare", {"machine": machine(torch.device("cpu")), "engines": rows}, text)
 
 
 def main() -> int:

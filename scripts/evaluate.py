@@ -39,6 +39,7 @@ from fastea.evaluation import batch, exactness, speed
 from fastea.evaluation.perplexity import perplexity
 from fastea.evaluation.plots import plots
 from fastea.evaluation.questions import read_questions
+from fastea.evaluation.report import report
 from fastea.generator import Generator
 from fastea.loading import load
 from fastea.runtime import exit_code, use_threads
@@ -95,12 +96,7 @@ def measure(args: argparse.Namespace) -> None:
             raise FasteaError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be at least 1")
     use_threads(args.threads)
     found, text = MEASURES[args.what](args)
-    found["command"] = "python scripts/evaluate.py " + " ".join(sys.argv[1:])
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"{args.what}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (args.out / f"{args.what}.md").write_text(f"    {found['command']}\n\n{text}", encoding="utf-8")
-    print(text)
-    print(json.dumps(found))
+    report(args.out, args.what, found, text)
 
 
 def build(args: argparse.Namespace, **changes: Any) -> Generator:

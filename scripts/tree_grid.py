@@ -11,7 +11,6 @@ document.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from tqdm import tqdm
 
 from fastea.config import FasteaError
 from fastea.costs import machine
+from fastea.evaluation.report import report
 from fastea.generator import Generator
 from fastea.loading import load
 from fastea.runtime import exit_code, use_threads
@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     add("--max-seq-len", type=int, default=1024)
     add("--runs", type=int, default=3)
     add("--threads", type=int)
-    add("--out", type=Path, help="folder for trees.json and trees.md, to which each command adds a table")
+    add("--out", type=Path, help="folder for trees-WEIGHTS.json and .md")
     return parser.parse_args()
 
 
@@ -65,6 +65,7 @@ def grid(args: argparse.Namespace) -> None:
     models["none"] = models["auto"].plain()
     models |= {name: load(tree=name, **settings) for name in args.trees}
     prompts = [row["prompt"] for row in read_lines(args.prompts)[: args.limit]]
+    weights = args.quant or models["auto"].info["dtype"]
     found: dict[str, Any] = {"machine": machine(models["auto"].device), "quant": args.quant, "compile": args.compile}
     text = ""
     for kind, sampling in SETTINGS.items():
@@ -73,20 +74,12 @@ def grid(args: argparse.Namespace) -> None:
         )
         chosen = models["auto"].info["tree"]
         found[kind] = {"chosen": chosen, "trees": rows}
-        text += f"{args.quant or models['auto'].info['dtype']}, {kind}: auto took {chosen}\n\n"
+        text += f"{weights}, {kind}: auto took {chosen}\n\n"
         text += "| tree | tokens/s | tokens per round | of the best fixed one |\n| --- | --- | --- | --- |\n"
         for name, row in rows.items():
             text += f"| {name} | {row['tokens_per_s']} | {row['tokens_per_round']} | {row['share']:.1%} |\n"
         text += "\n"
-    command = "python scripts/tree_grid.py " + " ".join(sys.argv[1:])
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        with (args.out / "trees.json").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"command": command, **found}) + "\n")
-        with (args.out / "trees.md").open("a", encoding="utf-8") as file:
-            file.write(f"    {command}\n\n{text}")
-    print(text)
-    print(json.dumps(found))
+    report(args.out, f"trees-{weights}", found, text)
 
 
 def measured(models: dict[str, Generator], prompts: list[str], options: dict[str, Any], runs: int) -> dict[str, Any]:

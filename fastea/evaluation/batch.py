@@ -10,8 +10,8 @@ from fastea.generator import Generator
 
 
 def throughput(model: Generator, prompts: list[str], size: int, options: dict[str, Any]) -> float:
-    """Tokens per second of the prompts, `size` at a time, from the first round of a group to its last; what is left over
-    is left out. Every answer has max_new_tokens, whatever end marks say."""
+    """Tokens per second of the prompts, `size` at a time, from the first round of a group to its last; what is left
+    over is left out. Every answer has max_new_tokens, whatever end marks say."""
     groups = [prompts[at : at + size] for at in range(0, len(prompts) - size + 1, size)]
     model.generate(groups[0], **(options | {"max_new_tokens": 8}))
     tokens, seconds = 0, 0.0

@@ -49,7 +49,10 @@ def perplexity(model: Generator, reference: Generator, text: str, window: int, s
 def log_likelihoods(generator: Generator, window: torch.Tensor, count: int) -> torch.Tensor:
     """Log-probabilities of the last `count` tokens' places [count, V] after the tokens before them."""
     cache = generator.state(1).cache
-    start, places = torch.zeros(1, dtype=torch.int64, device=window.device), torch.arange(len(window), device=window.device)
+    start, places = (
+        torch.zeros(1, dtype=torch.int64, device=window.device),
+        torch.arange(len(window), device=window.device),
+    )
     features = generator.model(window[None], places[None], start, None, cache)
     logits = generator.model.logits(features[0, -count - 1 : -1])
     return torch.log_softmax(logits[:, : generator.round.valid_vocab], -1)
