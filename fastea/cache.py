@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fastea.kernels.move import move_rows
+
 TREE_SLACK = 64  # rows past the limit, so that a whole tree always fits
 
 
@@ -57,11 +59,4 @@ class KVCache:
 
             compact(self.whole.flatten(0, 1), start, source)
             return
-        batch, width = source.shape
-        steps = torch.arange(width, device=source.device)
-        kv_heads, head_dim = self.keys[0].shape[1], self.keys[0].shape[3]
-        shape = (batch, kv_heads, width, head_dim)
-        from_rows = (start[:, None] + source)[:, None, :, None].expand(shape)
-        to_rows = (start[:, None] + steps)[:, None, :, None].expand(shape)
-        for cache in (*self.keys, *self.values):
-            cache.scatter_(2, to_rows, cache.gather(2, from_rows))
+        move_rows([*self.keys, *self.values], start, source)

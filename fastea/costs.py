@@ -97,16 +97,17 @@ def remembered(key: str) -> Costs | None:
         return None
 
 
-def remember(key: str, costs: Costs) -> None:
-    """Keep them. A cache folder that cannot be written is said in one line."""
+def remember(key: str, costs: Costs | None) -> None:
+    """Keep them; None: forget what was kept. A cache folder that cannot be written is said in one line."""
     try:
         known = dict(json.loads(_file().read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         known = {}
+    known.pop(key, None)
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         part = _file().with_suffix(".part")
-        part.write_text(json.dumps(known | {key: asdict(costs)}, indent=1) + "\n", encoding="utf-8")
+        part.write_text(json.dumps(known | ({key: asdict(costs)} if costs else {}), indent=1) + "\n", encoding="utf-8")
         part.replace(_file())
     except OSError as error:
         note(f"{_file()}: timings are not kept ({error.strerror})")

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from fastea.generator import Generator
 
 GROWN_WIDTH = 8  # children a node of dynamic trees that are considered
+ROUNDS = 16  # of a call, at least, that say how long rounds take
+DOUBT = 1.5  # so many times as fast as expected, and the timings are not believed any more
 GAIN = 1.03  # a tree must promise this much more than plain decoding, or than the tree that runs
 
 
@@ -137,10 +139,20 @@ class Planner:
             best.tree = replace(best.tree, count=largest)
         return best
 
+    def observe(self, generator: Generator, batch: int, sampling: Sampling, rounds: int, seconds: float) -> None:
+        """What the rounds of a call took. Other programs can only have made the timings too long: where rounds are much
+        faster, they are taken again at the next start."""
+        plan = self.plans[batch, sampling.greedy]
+        if rounds >= ROUNDS and seconds / rounds * DOUBT < plan.tokens / plan.rate:
+            timing.remember(self._key(generator, sampling), None)
+
+    def _key(self, generator: Generator, sampling: Sampling) -> str:
+        kind = "greedy" if sampling.greedy else f"sampled, top-k {sampling.top_k > 0}, top-p {sampling.top_p < 1}"
+        return f"{machine(generator.device)}; {self.key}; compile {generator.compile}; {kind}"
+
     def costs(self, generator: Generator, sampling: Sampling) -> Costs:
         """As measured before on this machine, or now."""
-        kind = "greedy" if sampling.greedy else f"sampled, top-k {sampling.top_k > 0}, top-p {sampling.top_p < 1}"
-        key = f"{machine(generator.device)}; {self.key}; compile {generator.compile}; {kind}"
+        key = self._key(generator, sampling)
         if key not in self.known:
             found = timing.remembered(key)
             if found is None:

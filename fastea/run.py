@@ -135,6 +135,7 @@ class _Call:
         generator, answers = self.generator, self.answers
         state = generator.state(len(answers))
         replay = generator.replay(state)
+        rounds, spent = 0, 0.0
         while not all(answer.finished for answer in answers):
             if self.stop_when and self.stop_when([answer.output for answer in answers]):
                 yield cut(answers)
@@ -143,6 +144,7 @@ class _Call:
             outcome = generator.step(state, replay)
             emitted, counts = outcome.emitted.tolist(), outcome.count.tolist()
             seconds = time.perf_counter() - begin
+            rounds, spent = rounds + 1, spent + seconds
             if generator.planner and isinstance(generator.tree, Tree):
                 generator.engine.table.add(outcome)
             if self.observe:
@@ -158,3 +160,5 @@ class _Call:
                     state.retire(row)
                 if row == 0 and piece:
                     yield piece
+        if generator.planner:
+            generator.planner.observe(generator, len(answers), self.sampling, rounds, spent)

@@ -18,6 +18,7 @@ from typing import Any
 from fastea.config import FasteaError
 from fastea.demo import cache_folder, demo_model
 from fastea.eagle3 import default_taps
+from fastea.evaluation.report import pyplot
 from fastea.runtime import exit_code
 from fastea.training.data import Sample, make_samples, read_lines
 from fastea.training.features import FeatureStore, load_target
@@ -114,13 +115,9 @@ def tables(lines: list[dict[str, Any]]) -> str:
 
 
 def plot(lines: list[dict[str, Any]], out: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is not installed (pip install -e '.[plots]')", file=sys.stderr)
+    plt = pyplot()
+    if plt is None:
         return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 4))
     for kind in RECIPES:

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from fastea.evaluation.report import pyplot
+
 
 @dataclass(frozen=True)
 class Card:
@@ -226,13 +228,9 @@ def speed_table(found: Speeds) -> str:
 
 def plot(found: dict[str, Speeds], cards: list[Card], title: str, out: Path) -> bool:
     """A row of panels a model, a panel a card, a line a kind of weights; matplotlib is optional."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is not installed (pip install -e '.[train]')", file=sys.stderr)
+    plt = pyplot()
+    if plt is None:
         return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
     size = (3.4 * len(cards) + 0.6, 3.1 * len(found) + 1.2)
     figure, panels = plt.subplots(len(found), len(cards), figsize=size, squeeze=False, layout="constrained")

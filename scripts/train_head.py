@@ -24,6 +24,7 @@ from fastea.checkpoint import fingerprint
 from fastea.config import FasteaError
 from fastea.demo import cache_folder, demo_model
 from fastea.eagle3 import Eagle3Head, default_taps
+from fastea.evaluation.report import pyplot
 from fastea.head_files import load_head, save_head, write_config
 from fastea.loading import load
 from fastea.quantized import Quantizer
@@ -181,13 +182,9 @@ def answered(
 
 def plot(log: Path, out: Path) -> None:
     """Losses and held-out acceptance over the steps; matplotlib is optional."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is not installed (pip install -e '.[plots]')", file=sys.stderr)
+    plt = pyplot()
+    if plt is None:
         return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
     entries = [json.loads(line) for line in log.read_text().splitlines()]
     losses = [e for e in entries if "token" in e]

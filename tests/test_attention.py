@@ -149,10 +149,11 @@ def test_row_sizes_are_the_longest_run_that_all_products_share():
 
 
 def test_compaction_moves_accepted_rows_only():
-    cache = KVCache(2, 2, 1, 10, 4, torch.float32)
+    cache = KVCache(2, 3, 1, 10, 4, torch.bfloat16)
     for t in cache.keys + cache.values:
         t.copy_(torch.arange(t.shape[2])[None, None, :, None].expand_as(t))
-    cache.compact(torch.tensor([3, 5]), torch.tensor([[0, 2, 6], [0, 1, 4]]))
+    cache.compact(torch.tensor([3, 5, 2]), torch.tensor([[0, 2, 6], [0, 1, 4], [0, 2, 3]]))
     for t in cache.keys + cache.values:
         assert t[0, 0, :, 0].tolist()[:7] == [0, 1, 2, 3, 5, 9, 6]
         assert t[1, 0, :, 0].tolist()[:9] == [0, 1, 2, 3, 4, 5, 6, 9, 8]
+        assert t[2, 0, :, 0].tolist()[:7] == [0, 1, 2, 4, 5, 5, 6]  # read before it is written

@@ -58,15 +58,20 @@ def test_no_recompiles_over_prompts_of_six_lengths(kind, settings):
     assert kept == copies  # a later run does not write into what an earlier one returned
 
 
-@needs_compiler
-def test_caches_are_not_copied_by_the_compiled_round():
-    """The mutated caches go through the graph in place: a round allocates less than one cache."""
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=needs_compiler)])
+@pytest.mark.parametrize("tree", [None, Tree([(0,), (1,), (0, 0)], "t")])
+def test_caches_are_not_copied_by_a_round(tree, compile):
+    """They are written and compacted in place, in 16 bits too: a round allocates less than one cache."""
     torch._dynamo.reset()
-    target = tiny_target()
+    target = tiny_target().to(torch.bfloat16)
     target.set_context(4096)
-    generator = Generator(target, byte_tokenizer(64), None, max_seq_len=4096, compile=True)
+    head = tiny_head(target).to(torch.bfloat16)
+    head.bind(target, 4096)
+    drafter = EagleDrafter(head, tree) if tree else None
+    generator = Generator(target, byte_tokenizer(64), drafter, max_seq_len=4096, compile=compile)
     generator.generate([1, 2, 3], max_new_tokens=3)
     state = generator.state(1)
+    state.done.fill_(False)
     with torch.profiler.profile(profile_memory=True) as profile:
         generator.step(state)
     allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.events())

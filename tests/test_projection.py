@@ -74,7 +74,7 @@ def test_command_writes_what_it_prints(tmp_path, capsys, monkeypatch):
     assert len(figures["tokens_per_s"]["LLaMA-3-8B"]) == 4 * (2 + 1) and len(figures["checks"]) == len(p.PUBLISHED)
     assert written in out and "scripts/project_3090.py --card 3090 h200" in written and "projected" in written
     assert not (tmp_path / "projection.png").exists() and "png" not in written
-    assert err.count("\n") == 1 and "pip install -e '.[train]'" in err
+    assert err.count("\n") == 1 and "pip install -e '.[plots]'" in err
 
 
 def test_plot(tmp_path, capsys):

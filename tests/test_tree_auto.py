@@ -199,6 +199,7 @@ def test_a_round_takes_as_many_nodes_as_pay():
 def test_measuring_a_tiny_model(folder, tmp_path, monkeypatch):
     """Real timings, kept and found again; whatever they are, the text stays plain decoding's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("fastea.planner.DOUBT", math.inf)  # a machine that is quiet only now
     model = load(folder, tree="auto", dtype="float32")
     plain = load(folder, head="none", dtype="float32")
     assert model.info["tree"] == "auto"
@@ -215,6 +216,19 @@ def test_measuring_a_tiny_model(folder, tmp_path, monkeypatch):
     again = load(folder, tree="auto", dtype="float32")
     again.generate("hello", max_new_tokens=4)
     assert again.planner.plans[1, True].costs == model.planner.plans[1, True].costs
+
+
+@pytest.mark.parametrize(("scale", "kept"), [(1e-9, True), (1e3, False)])
+def test_timings_that_a_run_proves_too_long_are_forgotten(scale, kept, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = Costs(scale, [(4, scale), (64, scale)], 0.0, 0.0, scale, scale)
+    monkeypatch.setattr(Planner, "measure", lambda *_: found)
+    model = load(folder, tree="auto", dtype="float32")
+    model.generate("hello", max_new_tokens=4, ignore_eos=True)  # too short to say anything
+    (key,) = json.loads((tmp_path / "fastea" / "timings.json").read_text())
+    assert remembered(key) == found
+    model.generate("hello", max_new_tokens=100, ignore_eos=True)
+    assert remembered(key) == (found if kept else None)
 
 
 def test_the_flags(capsys, folder, tmp_path, monkeypatch):

@@ -6,21 +6,17 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from fastea.evaluation.report import pyplot
 from fastea.evaluation.speed import Record, histogram
-from fastea.runtime import note
 
 PLAIN, FAST = "#9aa3ad", "#1f6fb2"
 
 
 def plots(records: list[Record], found: dict[str, dict[str, Any]], folder: Path) -> None:
     """speed.png and speed.svg: acceptance by depth, tokens per round, speed by task, speed against context."""
-    try:
-        import matplotlib
-    except ImportError:
-        note("no plots: matplotlib is not installed (pip install -e '.[plots]')")
+    plt = pyplot()
+    if plt is None:
         return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
     figure, ((alpha, rounds), (tasks, context)) = plt.subplots(2, 2, figsize=(11, 7.5))
     width = 0.8 / len(found)

@@ -1,4 +1,4 @@
-"""The end of a measuring script: its figures as JSON, its table as Markdown, both with the command that made them."""
+"""The end of a measuring script: figures as JSON, a table as Markdown, both with the command that made them; plots."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ import shlex
 import sys
 from pathlib import Path
 from typing import Any
+
+from fastea.runtime import note
+
+
+def pyplot() -> Any:
+    """matplotlib's, drawing into files; None, and one line that says so, where that optional extra is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        note("no plot: matplotlib is not installed (pip install -e '.[plots]')")
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
 
 
 def report(out: Path | None, name: str, found: dict[str, Any], text: str) -> None:
