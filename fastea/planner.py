@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fastea.generator import Generator
 
 GROWN_WIDTH = 8  # children a node of dynamic trees that are considered
+FOUR_CHAINS = Tree([(rank, *[0] * depth) for depth in range(3) for rank in range(4)], "probe")  # levels of one shape
 ROUNDS = 16  # of a call, at least, that say how long rounds take
 DOUBT = 1.5  # so many times as fast as expected, and the timings are not believed any more
 GAIN = 1.03  # a tree must promise this much more than plain decoding, or than the tree that runs
@@ -163,7 +164,8 @@ class Planner:
         return self.known[key]
 
     def measure(self, generator: Generator, sampling: Sampling) -> Costs:
-        """Times verifying and drafting with a few trees: seconds, more where each of them must be compiled first."""
+        """Times verifying and drafting with a few trees: seconds, or the better part of a minute where each must
+        be compiled first."""
         rates, held = expected(), generator.engine
 
         def likeliest(count: int) -> Tree:
@@ -172,18 +174,16 @@ class Planner:
         try:
             with compiling(), torch.inference_mode():
                 few = generator.compile and not generator.round.captures
-                verify = [
-                    (n, self.verifying(generator, sampling, likeliest(n))) for n in (COUNTS[1:4] if few else COUNTS)
-                ]
+                counts = COUNTS[1:4:2] if few else COUNTS
+                verify = [(n, self.verifying(generator, sampling, likeliest(n))) for n in counts]
                 plain = self.verifying(generator, sampling, None)
-                deep = likeliest(COUNTS[2])
                 grown = (DynamicTree(GROWN_WIDTH, GROWN_WIDTH, 1), DynamicTree(GROWN_WIDTH, GROWN_WIDTH, 4))
                 first, last, grown_first, grown_last = (
-                    self.drafting(generator, sampling, tree) for tree in (chain(1), deep, *grown)
+                    self.drafting(generator, sampling, tree) for tree in (chain(1), FOUR_CHAINS, *grown)
                 )
         finally:
             generator.engine = held
-        level, grown_level = (last - first) / (deep.depth_max - 1), (grown_last - grown_first) / 3
+        level, grown_level = (last - first) / (FOUR_CHAINS.depth_max - 1), (grown_last - grown_first) / 3
         return Costs(plain, verify, first, max(0.0, level), grown_first, max(0.0, grown_level))
 
     def verifying(self, generator: Generator, sampling: Sampling, tree: Tree | None) -> float:
