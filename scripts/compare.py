@@ -5,10 +5,12 @@
 
 transformers: generate() in bfloat16 with a dynamic cache, plain; lookup: the same with prompt_lookup_num_tokens.
 llama.cpp: llama-cpp-python over the same GGUF file. flashspec: its n-gram engine over the transformers model. A peer
-that is not installed is left out and said so; --python NAME=PYTHON names another environment that has it. llama.cpp is
-built for the processor with
+that is not installed, or cannot run here, is left out and said so; --python NAME=PYTHON names another environment that
+has it. llama.cpp is built for the processor with
 
     CMAKE_ARGS="-DGGML_NATIVE=ON" pip install llama-cpp-python
+
+(where its AMX part ends with an illegal instruction, with -DGGML_NATIVE=OFF and the -DGGML_AVX512 options instead).
 
 The engines take turns, prompt by prompt; a figure is the median over the rounds of all prompts' new tokens over their
 time without prefill (of transformers and flashspec: the time of a call for all tokens less that of one for a single
@@ -157,7 +159,8 @@ class Engine:
         if not line:
             self.process.wait()
             self.errors.seek(0)
-            reason = (self.errors.read().strip().splitlines() or ["it ended without a word"])[-1]
+            silent = f"it ended without a word, exit code {self.process.returncode}"
+            reason = (self.errors.read().strip().splitlines() or [silent])[-1]
             raise FasteaError(f"{self.name}: {reason}")
         return json.loads(line)
 
@@ -220,11 +223,13 @@ def compare(args: argparse.Namespace) -> None:
     for name in args.peers:
         program, more = PEERS[name]
         try:
-            engines[name] = Engine(name, pythons.get(name, sys.executable), program, json.dumps(shared | more))
+            peer = Engine(name, pythons.get(name, sys.executable), program, json.dumps(shared | more))
+            peer.ask(encoded[0], 8)
+            engines[name] = peer
         except FasteaError as error:
             note(f"left out: {error}")
-    for engine in engines.values():
-        engine.ask(encoded[0], 8)
+    for name in ("plain", "speculative"):
+        engines[name].ask(encoded[0], 8)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     same = dict.fromkeys(engines, 0)
     for _ in tqdm(range(args.rounds), unit="round"):

@@ -167,6 +167,12 @@ def test_a_table_beside_transformers(folder, tmp_path):
     assert all(row["tokens_per_s"] > 0 for row in found["engines"].values())
     assert found["engines"]["speculative"]["ratio"] == 1 and found["engines"]["plain"]["equal"] == "2 of 2"
     assert "| transformers |" in (tmp_path / "out" / "compare.md").read_text()
+    dies = tmp_path / "dies"  # a peer that starts, and ends at the first question
+    dies.write_text('#!/bin/sh\necho "{\\"version\\": \\"1\\"}"\nread line\nexit 7\n')
+    dies.chmod(0o755)
+    done = script("compare.py", *argv[:-2], "--peers", "llama.cpp", "--python", f"llama.cpp={dies}")
+    assert set(report(done)["engines"]) == {"plain", "speculative"}
+    assert "left out: llama.cpp: it ended without a word, exit code 7" in done.stderr
     bad = script("compare.py", "--python", "nobody=python")
     assert bad.returncode == 2 and len(bad.stderr.strip().splitlines()) == 1
 
