@@ -43,7 +43,7 @@ def zero_alpha(generator: Generator) -> tuple[float, int]:
         prompt = generator.encode(PROMPT)
     except FasteaError as error:
         raise FasteaError(f"--check-head: its own prompt cannot be used ({error})") from None
-    answer = generator.plain().generate(prompt, max_new_tokens=TOKENS + 1, ignore_eos=True)
+    answer = generator.beside(None).generate(prompt, max_new_tokens=TOKENS + 1, ignore_eos=True)
     assert not isinstance(answer, list)
     tokens = torch.tensor([prompt + answer.ids[:-1]], device=device)
     count = tokens.shape[1]

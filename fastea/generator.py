@@ -308,12 +308,13 @@ class Generator:
             engine.pace.learn(sum(advanced) / max(1, len(advanced)), times[-1] - times[0])
         return outcome
 
-    def plain(self) -> Generator:
-        """The same model and settings without a drafter, sharing the weights: what speculation is compared with."""
-        info = self.info | {"tree": "none", "head": "none"}
+    def beside(self, drafter: Drafter | None) -> Generator:
+        """The same model and settings with another drafter, sharing the weights; None: without one, which is what
+        speculation is compared with."""
+        ran = {"tree": drafter.tree.name} if drafter else {"tree": "none", "head": "none"}
         return Generator(
-            self.model, self.tokenizer, None, max_seq_len=self.max_seq_len, row_sizes=self.row_sizes,
-            compile=self.compile, round_kind=self.round_kind, info=info,
+            self.model, self.tokenizer, drafter, max_seq_len=self.max_seq_len, rejection=self.rejection,
+            row_sizes=self.row_sizes, compile=self.compile, round_kind=self.round_kind, info=self.info | ran,
         )  # fmt: skip
 
     def close(self) -> None:

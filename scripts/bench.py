@@ -79,7 +79,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     names = ("checkpoint", "head", "drafter", "tree", "quant", "head_quant", "dtype", "device", "compile", "exact")
     names = (*names, "max_seq_len")
     speculative = load(**{name: getattr(args, name) for name in names})
-    plain = speculative.plain()
+    plain = speculative.beside(None)
     if args.synthetic_acceptance:
         speculative.planner = None
         if speculative.drafter is None:

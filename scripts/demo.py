@@ -110,7 +110,7 @@ def sides(args: argparse.Namespace) -> tuple[Generator, Generator]:
     fast = load(**{name: getattr(args, name) for name in names}, max_seq_len=args.max_seq_len)
     if fast.drafter is None:
         raise FasteaError("there is nothing to race with: no head was found; give one with --head, or --drafter ngram")
-    return fast.plain(), fast
+    return fast.beside(None), fast
 
 
 def demo(args: argparse.Namespace) -> None:

@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from fastea.check import head_drafter
 from fastea.config import FasteaError
+from fastea.drafters.eagle import EagleDrafter
 from fastea.evaluation import batch, exactness, speed
 from fastea.evaluation.perplexity import perplexity
 from fastea.evaluation.plots import plots
@@ -44,6 +45,7 @@ from fastea.generator import Generator
 from fastea.loading import load
 from fastea.runtime import exit_code, use_threads
 from fastea.sampling import Sampling
+from fastea.tree import chain
 
 CORPUS = Path(__file__).parent.parent / "benchmarks" / "corpus.txt"
 MODEL_FLAGS = ("checkpoint", "head", "drafter", "tree", "dtype", "quant", "head_quant", "exact", "accept", "compile")
@@ -111,8 +113,11 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 def measure_speed(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     questions, temperatures = read_questions(args.questions, args.limit), args.temperature or [0.0, 1.0]
     fast = build(args)
-    plain = fast.plain()
-    chain = build(args, tree="chain:5") if head_drafter(fast) else None
+    plain = fast.beside(None)
+    drafter = head_drafter(fast)
+    chained = (
+        fast.beside(EagleDrafter(drafter.head, chain(5).to(str(fast.device)), fast.rejection)) if drafter else None
+    )
     settings = {name: str(getattr(args, name)) for name in (*MODEL_FLAGS, "max_seq_len", "max_new_tokens", "seed")}
     path = args.out / "speed.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +131,7 @@ def measure_speed(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
             kept.flush()
 
         limits = {"max_new_tokens": args.max_new_tokens, "seed": args.seed}
-        records = speed.run(plain, fast, chain, questions, temperatures, limits, known, keep)
+        records = speed.run(plain, fast, chained, questions, temperatures, limits, known, keep)
     found = speed.tables(records)
     plots(records, found, args.out)
     info = {**fast.info, "threads": torch.get_num_threads()}
@@ -147,7 +152,7 @@ def records_of(path: Path, settings: dict[str, str]) -> list[dict[str, Any]]:
 
 def measure_exactness(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     fast = build(args)
-    found = exactness.compare(fast.plain(), fast, read_questions(args.questions, args.limit), options(args))
+    found = exactness.compare(fast.beside(None), fast, read_questions(args.questions, args.limit), options(args))
     found |= {"distribution": exactness.total_variation(rejection=args.accept == "rejection"), **fast.info}
     return found, exactness.markdown(found)
 
@@ -182,7 +187,7 @@ def measure_batch(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     prompts = [question.turns[0] for question in read_questions(args.questions, args.limit)]
     if not all(1 <= size <= len(prompts) for size in sizes):
         raise FasteaError(f"--batch {' '.join(map(str, sizes))}: sizes lie between 1 and the {len(prompts)} questions")
-    found = batch.by_size(fast.plain(), fast, prompts, sizes, options(args))
+    found = batch.by_size(fast.beside(None), fast, prompts, sizes, options(args))
     return {**found, **fast.info}, batch.markdown(found)
 
 

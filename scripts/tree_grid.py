@@ -25,6 +25,7 @@ from fastea.generator import Generator
 from fastea.loading import load
 from fastea.runtime import exit_code, use_threads
 from fastea.training.data import read_lines
+from fastea.tree import parse_tree
 
 PROMPTS = Path(__file__).parent.parent / "benchmarks" / "prompts.jsonl"
 TREES = (
@@ -60,10 +61,11 @@ def grid(args: argparse.Namespace) -> None:
     names = ("checkpoint", "head", "head_quant", "quant", "dtype", "device", "compile", "max_seq_len")
     settings = {name: getattr(args, name) for name in names}
     models: dict[str, Generator] = {"auto": load(tree="auto", **settings)}
-    if models["auto"].planner is None:
+    planner = models["auto"].planner
+    if planner is None:
         raise FasteaError("there is no head whose trees could be compared; give one with --head")
-    models["none"] = models["auto"].plain()
-    models |= {name: load(tree=name, **settings) for name in args.trees}
+    models["none"] = models["auto"].beside(None)
+    models |= {name: models["auto"].beside(planner.make(parse_tree(name))) for name in args.trees}
     prompts = [row["prompt"] for row in read_lines(args.prompts)[: args.limit]]
     weights = args.quant or models["auto"].info["dtype"]
     found: dict[str, Any] = {"machine": machine(models["auto"].device), "quant": args.quant, "compile": args.compile}

@@ -66,7 +66,7 @@ def test_prompt_ids_are_the_template_spelled_out(model):
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "seed": 7}])
 def test_speculation_writes_the_models_own_text(model, settings):
-    plain = model.plain().generate(PROMPT, max_new_tokens=48, **settings)
+    plain = model.beside(None).generate(PROMPT, max_new_tokens=48, **settings)
     output = model.generate(PROMPT, max_new_tokens=48, **settings)
     assert output.ids == plain.ids and len(output.text) > 100
     assert output.rounds < plain.rounds
@@ -79,7 +79,7 @@ def test_ngram_drafts_what_the_text_repeats(demo_gguf):
     run = {"raw": True, "max_new_tokens": 64}
     output = model.generate(line * 6, **run)
     assert output.tokens_per_round >= 3.0
-    assert output.ids == model.plain().generate(line * 6, **run).ids
+    assert output.ids == model.beside(None).generate(line * 6, **run).ids
 
 
 QUESTIONS = [
@@ -193,11 +193,11 @@ def test_quantized_weights_are_the_files_blocks_and_a_folder_keeps_them(demo_ggu
     model = fastea.load(demo_gguf, quant="int4", max_seq_len=512)
     assert "120 x int4 group 32 with minimum as stored, 1 x int8 group 32 as stored" in model.info["quant_report"]
     assert model.info["head"] == "smollm2-135m-instruct"
-    wanted = model.plain().generate(PROMPT, max_new_tokens=16)
+    wanted = model.beside(None).generate(PROMPT, max_new_tokens=16)
     assert quantize([str(demo_gguf), str(tmp_path / "out")]) == 0
     again = fastea.load(tmp_path / "out", max_seq_len=512)
     assert again.info["head"] == "smollm2-135m-instruct"
-    output = again.plain().generate(PROMPT, max_new_tokens=16)
+    output = again.beside(None).generate(PROMPT, max_new_tokens=16)
     assert output.ids == wanted.ids and output.text == wanted.text
     eight = fastea.load(demo_gguf, quant="int8", head="none", max_seq_len=512)
     sizes = [sum(b.nbytes for b in g.model.layers.buffers()) for g in (model, eight)]

@@ -72,7 +72,7 @@ def test_a_second_turn_is_asked_after_the_models_own_answer(folder, tmp_path):
     question = read_questions([lines(tmp_path / "mt_bench.jsonl", TURNS)])[0]
     fast = load(folder, tree="chain:2", exact=True)
     options = {"max_new_tokens": 12, "temperature": 0.0, "seed": 0}
-    record = speed.ask(fast.plain(), fast, None, question, options)
+    record = speed.ask(fast.beside(None), fast, None, question, options)
     first = fast.generate("one two", **options).text
     messages = [("user", "one two"), ("assistant", first), ("user", "more")]
     second = fast.encode([{"role": role, "content": text} for role, text in messages])

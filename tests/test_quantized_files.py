@@ -72,7 +72,7 @@ def test_a_tied_head_is_quantized_from_a_copy(folder, tmp_path, quant):
     embedding = load_file(tied / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(model.model.embed.weight, embedding.bfloat16())
     assert "codes" in model.model.lm_head.names
-    assert model.generate(PROMPT, max_new_tokens=12).ids == model.plain().generate(PROMPT, max_new_tokens=12).ids
+    assert model.generate(PROMPT, max_new_tokens=12).ids == model.beside(None).generate(PROMPT, max_new_tokens=12).ids
     out = tmp_path / "out"
     assert quantize([str(tied), str(out), "--scheme", quant]) == 0
     assert ids(out) == ids(tied, quant=quant)
@@ -109,7 +109,7 @@ def test_a_block_of_rows_scores_as_single_rows_do(folder, quant, dtype):
 def test_speculation_is_exact_over_quantized_weights(folder, quant):
     """The reference is the quantized model's own plain decoding."""
     model = load(folder, head=folder / "eagle", quant=quant, head_quant="int8", exact=True, max_seq_len=128)
-    plain = model.plain()
+    plain = model.beside(None)
     for seed, prompt in enumerate(("abc", "Hello, world", "zzzz")):
         options = {"max_new_tokens": 24, "temperature": 0.0 if seed == 0 else 0.9, "seed": seed, "ignore_eos": True}
         assert model.generate(prompt, **options).ids == plain.generate(prompt, **options).ids
