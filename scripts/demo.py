@@ -47,7 +47,8 @@ class Pane:
         self.clock += time.perf_counter() - begin
         self.ended = piece is None
         for text, drafted in self.run.spans if piece is not None else ():
-            self.text.append(text, "green" if drafted else "")
+            shown = "".join(c for c in text if c.isprintable() or c == "\n")  # no control codes to the terminal
+            self.text.append(shown, "green" if drafted else "")
 
     @property
     def rate(self) -> float:
@@ -117,6 +118,7 @@ def demo(args: argparse.Namespace) -> None:
     try:
         from rich.console import Console
         from rich.live import Live
+        from rich.text import Text
     except ImportError:
         raise FasteaError("the demo needs the rich library: pip install -e '.[demo]'") from None
     if args.record and args.record.suffix not in (".svg", ".cast"):
@@ -131,7 +133,7 @@ def demo(args: argparse.Namespace) -> None:
     plain, fast = sides(args)
     sampling = {"temperature": args.temperature, "seed": args.seed}
     console = Console(width=width)
-    console.print(f"[dim]{args.prompt}[/]")
+    console.print(Text(args.prompt, style="dim"))
     for model in (plain, fast):  # compiled and warm before the clocks start
         model.generate(args.prompt, max_new_tokens=8, **sampling)
     options = {"max_new_tokens": args.max_new_tokens, **sampling}
@@ -168,10 +170,11 @@ def rendered(picture: Any, width: int) -> str:
 
 def record(path: Path, prompt: str, last: Any, frames: list[tuple[float, str]], width: int, height: int) -> None:
     from rich.console import Console
+    from rich.text import Text
 
     if path.suffix == ".svg":
         console = Console(width=width, record=True, file=io.StringIO(), force_terminal=True)
-        console.print(f"[dim]{prompt}[/]")
+        console.print(Text(prompt, style="dim"))
         console.print(last)
         console.save_svg(str(path), title="python scripts/demo.py")
         return

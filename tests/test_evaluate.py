@@ -180,9 +180,10 @@ def test_a_table_beside_transformers(folder, tmp_path):
 def test_the_race_is_drawn_and_recorded(folder, tmp_path):
     """At 80 columns; the plain side ends later; nothing is wider than the terminal."""
     argv = ["--checkpoint", folder, "--max-new-tokens", 20, "--tree", "chain:2", "--width", 80, "--dtype", "float32"]
-    argv += ["--max-seq-len", 256, "--prompt", "hello"]
+    argv += ["--max-seq-len", 256, "--prompt", "say [b]hello[/c]"]  # which is no markup
     done = script("demo.py", *argv, "--record", tmp_path / "race.svg")
     assert done.returncode == 0, done.stderr
+    assert "say [b]hello[/c]" in done.stdout
     assert "speculative" in done.stdout and "the same text" in done.stdout and "ended: " in done.stdout
     assert (tmp_path / "race.svg").read_text().startswith("<svg")
     done = script("demo.py", *argv, "--record", tmp_path / "race.cast")
