@@ -103,7 +103,8 @@ def remember(key: str, costs: Costs | None) -> None:
         known = dict(json.loads(_file().read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         known = {}
-    known.pop(key, None)
+    if costs is None and known.pop(key, None) is None:
+        return
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         part = _file().with_suffix(".part")

@@ -313,7 +313,8 @@ class Generator:
         speculation is compared with."""
         ran = {"tree": drafter.tree.name} if drafter else {"tree": "none", "head": "none"}
         return Generator(
-            self.model, self.tokenizer, drafter, max_seq_len=self.max_seq_len, rejection=self.rejection,
+            self.model, self.tokenizer, drafter, max_seq_len=self.max_seq_len,
+            rejection=self.rejection and drafter is not None,
             row_sizes=self.row_sizes, compile=self.compile, round_kind=self.round_kind, info=self.info | ran,
         )  # fmt: skip
 

@@ -104,7 +104,7 @@ def test_quantized_models_compile_once(choice, folder):
 @needs_compiler
 def test_a_second_start_compiles_nothing_anew(folder, tmp_path):
     """The compiler's cache on disk is found again: same text, no new library."""
-    command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(folder), "--compile", "--head", "none"]
+    command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(folder), "--compile", "--quant", "int4"]
     runs, libraries = [], []
     for _ in range(2):
         done = subprocess.run(

@@ -17,6 +17,7 @@ from fastea.drafters.eagle import EagleDrafter
 from fastea.drafters.hybrid import HybridDrafter
 from fastea.generator import Generator
 from fastea.head_files import load_head, save_head
+from fastea.loading import load
 from fastea.quantize.__main__ import main as quantize
 from fastea.tree import DynamicTree, Tree, chain, parse_tree
 
@@ -312,3 +313,11 @@ def test_the_command_line_knows_them(capsys, folder, tmp_path):
     ):
         code, _, err = run(capsys, *common, *argv)
         assert code == 2 and message in err and len(err.strip().splitlines()) == 1, err
+
+
+def test_plain_decoding_beside_rejection_is_the_models_own(folder):
+    """It draws with the noise of plain decoding, not with the rule's."""
+    settings = {"max_new_tokens": 24, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    model = load(folder, head=folder / "eagle", tree="chain:2", accept="rejection", dtype="float32")
+    alone = load(folder, head="none", dtype="float32")
+    assert model.beside(None).generate("hello", **settings).ids == alone.generate("hello", **settings).ids

@@ -229,6 +229,9 @@ def test_timings_that_a_run_proves_too_long_are_forgotten(scale, kept, folder, t
     assert remembered(key) == found
     model.generate("hello", max_new_tokens=100, ignore_eos=True)
     assert remembered(key) == (found if kept else None)
+    before = (tmp_path / "fastea" / "timings.json").stat().st_mtime_ns
+    model.generate("hello", max_new_tokens=100, ignore_eos=True)  # forgotten once, the file is left alone
+    assert (tmp_path / "fastea" / "timings.json").stat().st_mtime_ns == before
 
 
 def test_the_flags(capsys, folder, tmp_path, monkeypatch):
