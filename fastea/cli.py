@@ -16,6 +16,7 @@ from fastea.answer import Output
 from fastea.chat import Chat, converse
 from fastea.check import WIRED, describe, head_of, verdict, zero_alpha
 from fastea.config import FasteaError
+from fastea.flags import Parser
 from fastea.generator import Generator
 from fastea.loading import load
 from fastea.memory import peak_rss
@@ -35,8 +36,8 @@ ALONE = {
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        description="Write what the model alone would have written, sooner: EAGLE speculative decoding on one device.",
+    p = Parser(
+        "Write what the model alone would have written, sooner: EAGLE speculative decoding on one device.",
         epilog="Flags may be written with dashes or underscores. Exit codes: 0 done, 2 bad input, 130 interrupted.",
     )
     add = p.add_argument

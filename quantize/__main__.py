@@ -20,6 +20,7 @@ from tqdm import tqdm
 from fastea.checkpoint import Checkpoint
 from fastea.config import FasteaError, config_to_hf
 from fastea.demo import demo_model
+from fastea.flags import Parser
 from fastea.gguf_vocabulary import save_gguf_vocabulary
 from fastea.loading import load
 from fastea.quantize.calibrate import products, quantize_layers
@@ -56,9 +57,7 @@ class Recorder(Quantizer):
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m fastea.quantize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = Parser(__doc__, prog="python -m fastea.quantize")
     p.add_argument("checkpoint", help="Hugging Face folder, .gguf file, or demo")
     p.add_argument("out", type=Path, help="folder to write; it must not hold a model yet")
     p.add_argument("--scheme", choices=sorted(SCHEMES), default="int4", help="default int4")

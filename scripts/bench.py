@@ -26,6 +26,7 @@ from tqdm import tqdm
 from fastea.acceptance import AcceptanceTable
 from fastea.answer import Output
 from fastea.config import FasteaError
+from fastea.flags import Parser
 from fastea.generator import Generator
 from fastea.loading import load
 from fastea.memory import peak_rss
@@ -38,7 +39,7 @@ SETTINGS = {"greedy": {}, "temperature 0.8, top-p 0.9": {"temperature": 0.8, "to
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
     for flag in ("--checkpoint", "--tree", "--quant"):
         add(flag)

@@ -35,6 +35,7 @@ from fastea.config import FasteaError
 from fastea.costs import machine
 from fastea.demo import demo_model
 from fastea.evaluation.report import report
+from fastea.flags import Parser
 from fastea.runtime import exit_code, note, use_threads
 from fastea.training.data import read_lines
 
@@ -172,7 +173,7 @@ class Engine:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--checkpoint", help="a GGUF file or a folder; the demo model if left out")
     add("--head", default="auto")

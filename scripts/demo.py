@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fastea.config import FasteaError
+from fastea.flags import Parser
 from fastea.generator import Generator
 from fastea.loading import load
 from fastea.run import Run
@@ -184,7 +185,7 @@ def record(path: Path, prompt: str, last: Any, frames: list[tuple[float, str]], 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--prompt", default=PROMPT)
     for flag in ("--checkpoint", "--tree", "--quant"):

@@ -41,6 +41,7 @@ from fastea.evaluation.perplexity import perplexity
 from fastea.evaluation.plots import plots
 from fastea.evaluation.questions import read_questions
 from fastea.evaluation.report import report
+from fastea.flags import Parser
 from fastea.generator import Generator
 from fastea.loading import load
 from fastea.runtime import exit_code, use_threads
@@ -52,7 +53,7 @@ MODEL_FLAGS = ("checkpoint", "head", "drafter", "tree", "dtype", "quant", "head_
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("what", choices=list(MEASURES))
     add("--questions", type=Path, nargs="+", metavar="FILE", help="JSON lines with 'turns' or 'prompt'")

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,7 @@ from fastea.drafters import Draft, Drafter
 from fastea.drafters.dynamic import DynamicEagleDrafter
 from fastea.drafters.eagle import EagleDrafter
 from fastea.eagle import EagleHead
+from fastea.flags import Parser
 from fastea.fused import FusedEagleHead, FusedLlama, FusedRound
 from fastea.generator import Generator
 from fastea.head_files import save_head
@@ -1025,13 +1026,8 @@ def run_part(name: str, dry: bool, patience: float) -> dict[str, Any]:
     return {"good": result == "good", "result": result, **found}
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"gpu_check: {message}\n")
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help="all but tune, if none is named")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), metavar="FILE")
     parser.add_argument("--list", action="store_true", help="list the parts with their time bounds")

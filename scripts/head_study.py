@@ -19,6 +19,8 @@ from fastea.config import FasteaError
 from fastea.demo import cache_folder, demo_model
 from fastea.eagle3 import default_taps
 from fastea.evaluation.report import pyplot
+from fastea.flags import Parser
+from fastea.generator import Generator
 from fastea.runtime import exit_code
 from fastea.training.data import Sample, make_samples, read_lines
 from fastea.training.features import FeatureStore, load_target
@@ -28,7 +30,7 @@ PARTS = ("ablation", "scaling")
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--checkpoint", help="target model: a folder or a .gguf file (default: the demo model)")
     parser.add_argument("--data", type=Path, required=True, help="JSON lines with prompts and answers")
     parser.add_argument("--out", type=Path, required=True, help="folder for study.jsonl, study.md and study.png")
@@ -56,6 +58,19 @@ def first_samples(samples: list[Sample], tokens: int) -> int:
     raise FasteaError(f"the data holds {total} answer tokens, {tokens} are asked for")
 
 
+def _stores(
+    target: Generator, samples: list[Sample], args: argparse.Namespace, work: Path, kind: str, tokens: int
+) -> tuple[FeatureStore, FeatureStore, int]:
+    """Filled stores of training and held-out samples, and how many of the first hold `tokens` answer tokens."""
+    target.model.taps = default_taps(target.model.config.num_layers) if kind == "eagle3" else ()
+    train = FeatureStore(work / "train", samples[: -args.held_out], target.model)
+    held = FeatureStore(work / "held", samples[-args.held_out :], target.model)
+    count = first_samples(train.samples, tokens)
+    train.fill(target.model, limit=count)
+    held.fill(target.model)
+    return train, held, count
+
+
 def study(args: argparse.Namespace) -> None:
     checkpoint = Path(args.checkpoint) if args.checkpoint else demo_model()
     for name in ("held_out", "ablation_tokens", "steps"):
@@ -76,17 +91,17 @@ def study(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "study.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    todo = []
     for part, tokens, changes in runs:
         recipe = Recipe(**({"feature_weight": 0.1} | changes | shared))  # EAGLE-3 has none
         name = {"part": part, "tokens": tokens, "kind": recipe.kind, "inputs": recipe.inputs, "steps": recipe.steps}
-        if any(name.items() <= line.items() for line in lines):
-            continue
-        target.model.taps = default_taps(target.model.config.num_layers) if recipe.kind == "eagle3" else ()
-        held = FeatureStore(work / "held", samples[-args.held_out :], target.model)
-        train = FeatureStore(work / "train", samples[: -args.held_out], target.model)
-        count = first_samples(train.samples, tokens)
-        held.fill(target.model)
-        train.fill(target.model, limit=count)
+        if not any(name.items() <= line.items() for line in lines):
+            todo.append((name, recipe))
+    if todo:  # one pass over the target yields what all of them read
+        kinds, sizes = {recipe.kind for _, recipe in todo}, [name["tokens"] for name, _ in todo]
+        _stores(target, samples, args, work, "eagle3" if "eagle3" in kinds else "eagle1", max(sizes))
+    for name, recipe in todo:
+        train, held, count = _stores(target, samples, args, work, recipe.kind, name["tokens"])
         trainer = Trainer(target.model, train, held, recipe, work / "study", count)
         trainer.run(evaluate_every=10**9)
         lines.append(name | {"seconds": round(trainer.seconds), "batches": trainer.step, "held": trainer.result})

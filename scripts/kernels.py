@@ -11,7 +11,6 @@ other figures than the file's; those of another version of Triton are not compar
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import multiprocessing
@@ -31,6 +30,7 @@ from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from fastea.flags import Parser
 from fastea.kernels import choose, compact, gate, gemm, launch, norm, rope, topk, tree_attention, walk
 from fastea.quantize.forms import Scheme
 
@@ -508,7 +508,7 @@ def _figures_of(index: int) -> Figures:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--check", action="store_true", help="compare with benchmarks/kernels.md, write nothing")
     check = parser.parse_args().check
     if launch.INTERPRETED:

@@ -15,7 +15,6 @@ Writes DIR/projection.md and DIR/projection.png; the last line is one JSON docum
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shlex
@@ -23,9 +22,10 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from fastea.evaluation.report import pyplot
+from fastea.flags import Parser
 
 
 @dataclass(frozen=True)
@@ -289,14 +289,9 @@ between 26 and 4.70, EAGLE-2's with its dynamic tree of 60.{note}
 NOTE = " All are LLaMA-2-Chat 7B's: assumptions for this model."
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"project_3090: {message}\n")
-
-
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--card", nargs="+", choices=CARDS, default=list(CARDS))
     add("--model", nargs="+", choices=MODELS, default=list(MODELS))

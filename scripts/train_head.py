@@ -25,6 +25,7 @@ from fastea.config import FasteaError
 from fastea.demo import cache_folder, demo_model
 from fastea.eagle3 import Eagle3Head, default_taps
 from fastea.evaluation.report import pyplot
+from fastea.flags import Parser
 from fastea.head_files import load_head, save_head, write_config
 from fastea.loading import load
 from fastea.quantized import Quantizer
@@ -39,7 +40,7 @@ GROWN = ("8,4", "8,7")  # children a node and levels of the dynamic trees whose 
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--checkpoint", help="target model: a folder or a .gguf file (default: the demo model)")
     parser.add_argument("--data", type=Path, required=True, help="JSON lines (.jsonl or .jsonl.gz)")
     parser.add_argument("--out", type=Path, required=True, help="folder for the head")

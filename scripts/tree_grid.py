@@ -21,6 +21,7 @@ from tqdm import tqdm
 from fastea.config import FasteaError
 from fastea.costs import machine
 from fastea.evaluation.report import report
+from fastea.flags import Parser
 from fastea.generator import Generator
 from fastea.loading import load
 from fastea.runtime import exit_code, use_threads
@@ -36,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {"greedy": {}, "temperature 0.8": {"temper
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
     for flag in ("--checkpoint", "--quant"):
         add(flag)

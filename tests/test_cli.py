@@ -29,6 +29,22 @@ def run(capsys, *argv):
     return code, captured.out, captured.err
 
 
+WRONG = [["--nonsense"], ["--top-k", "many"], ["--accept", "maybe"], ["hello"]]
+
+
+@pytest.mark.parametrize(("make", "argv"), [*((parser, argv) for argv in WRONG), (quantize_parser, ["--group", "a"])])
+def test_a_wrong_flag_is_one_line(capsys, make, argv):
+    with pytest.raises(SystemExit) as stopped:
+        make().parse_args(argv)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and argv[0] in line and line.endswith("--help)")
+
+
+def test_every_command_reads_its_flags_like_that():
+    for path in [*ROOT.glob("scripts/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("quantize/*.py")]:
+        assert "ArgumentParser(" not in path.read_text(encoding="utf-8"), path
+
+
 def test_text_goes_to_stdout_and_memory_and_three_lines_to_stderr(capsys, folder):
     command = ["--checkpoint", folder, "--prompt", "hi", "--max-new-tokens", 12, "--ignore-eos", "--dtype", "float32"]
     code, out, err = run(capsys, *command)
@@ -179,13 +195,6 @@ def test_cuda_that_is_not_there(capsys, folder, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, _, err = run(capsys, "--checkpoint", folder, "--device", "cuda")
     assert code == 2 and "no CUDA device" in err and len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("argv", [["--nonsense"], ["--top-k", "many"], ["--accept", "maybe"]])
-def test_unknown_flags_exit_with_2(argv):
-    with pytest.raises(SystemExit) as stopped:
-        main(argv)
-    assert stopped.value.code == 2
 
 
 def test_prompt_from_standard_input(capsys, folder, monkeypatch):

@@ -56,7 +56,7 @@ def test_few_libraries_are_imported():
 def test_imports_run_downward():
     """No module imports from a layer above its own."""
     layers = [
-        ["config"], ["kernels", "quantize", "cache", "tree", "memory"], ["linear"], ["triton_linear"],
+        ["config", "flags"], ["kernels", "quantize", "cache", "tree", "memory"], ["linear"], ["triton_linear"],
         ["quantized", "llama", "sampling"], ["tokenizer", "checkpoint", "demo"], ["gguf_vocabulary"],
         ["eagle", "eagle3", "answer", "state"], ["drafters"], ["round"], ["fused", "replay", "runtime", "acceptance"],
         ["head_files", "costs", "tree_search"], ["pace"], ["generator", "run", "engine", "planner"],

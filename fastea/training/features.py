@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from fastea.checkpoint import fingerprint
 from fastea.generator import Generator
+from fastea.kernels.packed import fast_bf16
 from fastea.llama import DecoderLayer, Llama
 from fastea.loading import load
 from fastea.runtime import can_compile, compiled
@@ -31,7 +32,7 @@ LARGEST = 65504  # of fp16; residual streams may pass it at a few places
 
 def load_target(checkpoint: Path, max_len: int) -> Generator:
     """The target as training uses it, on the CPU: plain matrices, in bf16 where products of many rows are fastest."""
-    kind = "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
+    kind = "bfloat16" if fast_bf16() else "float32"
     return load(checkpoint, head="none", drafter="none", max_seq_len=max_len, device="cpu", dtype=kind, pack=False)
 
 
