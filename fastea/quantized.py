@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fastea.config import FasteaError
-from fastea.kernels.packed import activation_dtype, fast_half
+from fastea.kernels.packed import activation_dtype
 from fastea.linear import Linear, PackedLinear
 from fastea.quantize.forms import SCHEMES, QuantizedWeight, Scheme, nearest
 from fastea.quantize.imports import Foreign, from_foreign
@@ -37,8 +37,7 @@ class Quantizer:
         self.pack = pack
         self.half = self.dtype != dtype  # fp16 weights, fp32 activations
         on_cpu = not device.startswith("cuda")
-        # whether unquantized weights change their form
-        self.dense = pack and (triton or (on_cpu and (self.dtype == torch.float32 or fast_half())))
+        self.dense = pack and (triton or on_cpu)  # whether unquantized weights change their form
         self.scheme: Scheme | None = SCHEMES[quant] if quant else None  # of a layer's weights
         self.lm_scheme: Scheme | None = SCHEMES["int8"] if quant else None
         self.made: Counter[str] = Counter()  # weights by what they became

@@ -9,6 +9,8 @@ On a CPU:
 - 16-bit weights, and int8 in groups, as fp16 in FBGEMM's order where the CPU has no bf16 instructions, multiplied with
   fp32 activations: half of the bytes of fp32, and 4 rows cost what one does. bf16 weights are exact in fp16 down to
   2^-17 or so, below it their error is at most 2^-25; a product of int8 and its scale is rounded to 11 bits.
+- bf16 weights, and int8 in groups, in oneDNN's order where the CPU has bf16 instructions: 1.3 to 2.6 times faster than
+  the plain matrix for 1 to 26 rows; rows keep their bits for every row count.
 - int8 with one scale a row, and int4, in PyTorch's packed operators, with 16-bit activations; their rows keep their
   bits for every row count. Scales have the activation's dtype: fp16 scales lose up to 3 bits in bf16, a relative error
   of 2^-9 a group at most.
@@ -30,6 +32,7 @@ from fastea.quantize.forms import QuantizedWeight
 Layout = dict[str, torch.Tensor]
 BLOCK = 16  # outputs beside each other in fp32
 FEWEST = 4  # two and three rows take longer than four
+ROWS = 8  # that oneDNN lays bf16 weights out for; other counts take the same layout
 OUTPUTS = 64  # the packed int4 operator takes multiples of this many outputs on every CPU
 
 
@@ -59,8 +62,10 @@ def layout(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, device: s
         if on_cpu and fast_half() and (half or dtype != torch.float32):
             low, high = (float(t) for t in matrix.aminmax())
             if max(-low, high) <= torch.finfo(torch.float16).max:
-                return {"fp16": _half(matrix)}
+                return {"fp16": _held(torch.ops.quantized.linear_prepack_fp16(matrix.float().contiguous(), None))}
         matrix = matrix.to(device=device, dtype=dtype)
+        if on_cpu and dtype == torch.bfloat16 and fast_bf16():
+            return {"onednn": _held(torch.ops.mkldnn._reorder_linear_weight(matrix, ROWS))}
         return {"blocks": blocks(matrix)} if on_cpu and dtype == torch.float32 else {"matrix": matrix}
     assert isinstance(weight, QuantizedWeight)
     if scheme.bits == 8:
@@ -82,32 +87,39 @@ def blocks(matrix: torch.Tensor) -> torch.Tensor:
     return whole.unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
 
 
-# FBGEMM's packed weight is an object that no graph can hold: graphs hold its key.
-_halves: dict[int, Any] = {}
+# Packed weights are objects that no graph can hold: graphs hold their keys.
+_held_weights: dict[int, Any] = {}
 _keys = itertools.count()
 
 
-def _half(matrix: torch.Tensor) -> torch.Tensor:
-    """The key [] of a packed matrix; the weight lives as long as this tensor."""
+def _held(weight: Any) -> torch.Tensor:
+    """The key [] of a packed weight, which lives as long as this tensor."""
     key = torch.tensor(next(_keys))
-    _halves[int(key)] = torch.ops.quantized.linear_prepack_fp16(matrix.float().contiguous(), None)
-    weakref.finalize(key, _halves.pop, int(key))
+    _held_weights[int(key)] = weight
+    weakref.finalize(key, _held_weights.pop, int(key))
     return key
 
 
 def _half_product(x: torch.Tensor, key: torch.Tensor, outputs: int) -> torch.Tensor:
-    return torch.ops.quantized.linear_dynamic_fp16.default(x, _halves[int(key)])
+    return torch.ops.quantized.linear_dynamic_fp16.default(x, _held_weights[int(key)])
 
 
-half_product = register(
-    "half_product(Tensor x, Tensor key, int outputs) -> Tensor",
-    _half_product,
-    lambda x, _, outputs: x.new_empty(x.shape[0], outputs),
-)
+def _onednn_product(x: torch.Tensor, key: torch.Tensor, outputs: int) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, _held_weights[int(key)], None, "none", [], "")
+
+
+def _empty(x: torch.Tensor, key: torch.Tensor, outputs: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], outputs)
+
+
+half_product = register("half_product(Tensor x, Tensor key, int outputs) -> Tensor", _half_product, _empty)
+onednn_product = register("onednn_product(Tensor x, Tensor key, int outputs) -> Tensor", _onednn_product, _empty)
 
 
 def hidden_bytes(tensors: Layout, outputs: int, inputs: int) -> int:
     """Bytes that a layout holds besides its tensors: FBGEMM packs blocks of 512 inputs and 16 outputs."""
+    if "onednn" in tensors:
+        return int(torch.ops.mkldnn._nbytes(_held_weights[int(tensors["onednn"])]))
     if "fp16" not in tensors:
         return 0
     return 2 * (-(-inputs // 512) * 512) * (-(-outputs // 16) * 16)
@@ -115,6 +127,8 @@ def hidden_bytes(tensors: Layout, outputs: int, inputs: int) -> int:
 
 def rows_of(tensors: Layout, ids: torch.Tensor, outputs: int, inputs: int) -> Layout:
     """The layout of these outputs alone, as a matrix if it is one of floats."""
+    if "onednn" in tensors:
+        return {"matrix": _held_weights[int(tensors["onednn"])].to_dense()[ids]}
     if "fp16" in tensors:  # unpacked by products with the identity, a few columns at a time
         columns = torch.eye(inputs).split(64)
         return {"matrix": torch.cat([product(part, tensors, outputs)[:, ids] for part in columns]).t().contiguous()}
@@ -133,6 +147,8 @@ def product(x: torch.Tensor, tensors: Layout, outputs: int) -> torch.Tensor:
             x = F.pad(x, (0, 0, 0, FEWEST - rows))
         y = torch.bmm(x.expand(parts.shape[0], -1, -1), parts)
         return y.transpose(0, 1).flatten(1)[:rows, :outputs]
+    if "onednn" in tensors:
+        return onednn_product(x, tensors["onednn"], outputs)
     if "matrix" in tensors:
         return F.linear(x, tensors["matrix"])
     if "fp16" in tensors:

@@ -31,6 +31,8 @@ def forms(weight: torch.Tensor) -> dict[str, packed.Layout]:
         "int8": packed.layout(nearest(weight, SCHEMES["int8"]), BF16, "cpu"),
         "int4": packed.layout(nearest(weight, SCHEMES["int4"]), BF16, "cpu"),
     }
+    if packed.fast_bf16():
+        made["bf16 oneDNN"] = packed.layout(weight, BF16, "cpu")
     if packed.fast_half():
         made["fp16"] = packed.layout(weight, FP32, "cpu", half=True)
     return made

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from fastea.kernels.attention import attend
-from fastea.kernels.packed import fast_half, layout, product
+from fastea.kernels.packed import fast_bf16, fast_half, layout, product
 from fastea.kernels.rows import cancelling, find_row_sizes
 from fastea.tree import Tree, chain, parse_tree
 
@@ -34,6 +34,8 @@ def linear_table() -> None:
     forms = [(torch.float32, "matrix"), (torch.float32, "blocks"), (torch.bfloat16, "matrix")]
     if fast_half():
         forms.insert(2, (torch.float32, "fp16"))
+    if fast_bf16():
+        forms.append((torch.bfloat16, "oneDNN"))
     for kind, form in forms:
         for name, (outputs, inputs) in SHAPES.items():
             weight, x = (t.to(kind) for t in cancelling(outputs, inputs))

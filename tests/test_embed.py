@@ -123,7 +123,9 @@ def test_what_was_returned_stays():
 
 def tensor_bytes():
     gc.collect()
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if _is_tensor(t)}
+    tensors = [t for t in gc.get_objects() if _is_tensor(t)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_mkldnn}
+    storages |= {id(t): torch.ops.mkldnn._nbytes(t) for t in tensors if t.is_mkldnn}
     return sum(storages.values())
 
 

@@ -254,10 +254,34 @@ def test_fp16_weights_under_fp32_activations(shape):
         assert torch.equal(product_rows(layer.product, x[0, :count], sizes), alone[:count])
     assert tensor_bytes(layer) >= 2 * weight.numel()
     key = int(layer.fp16)
-    assert key in layouts._halves
+    assert key in layouts._held_weights
     del layer
     gc.collect()
-    assert key not in layouts._halves
+    assert key not in layouts._held_weights
+
+
+@pytest.mark.skipif(not layouts.fast_bf16(), reason="this CPU converts bf16 before it multiplies")
+@pytest.mark.parametrize("shape", [(96, 64), (5, 7), (200, 48)])
+def test_bf16_weights_in_onednns_order(shape):
+    """Products are the matrix's, rows keep their bits, the weight comes back bit for bit and goes with its layer."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=generator).bfloat16()
+    x = torch.randn(1, 40, shape[1], generator=generator).bfloat16()
+    layer = PackedLinear(weight, None, torch.bfloat16, "cpu")
+    expected = x.double() @ weight.double().T
+    torch.testing.assert_close(layer(x).double(), expected, atol=1e-2, rtol=2**-8)
+    ids = torch.tensor([3, shape[0] - 1, 0])
+    assert torch.equal(layer.subset(ids).weight, weight[ids])
+    sizes = find_row_sizes([layer.probe()])
+    alone = torch.cat([product_rows(layer.product, x[0, i : i + 1], sizes) for i in range(40)])
+    for count in range(1, 41):
+        assert torch.equal(product_rows(layer.product, x[0, :count], sizes), alone[:count])
+    assert tensor_bytes(layer) >= 2 * weight.numel()
+    key = int(layer.onednn)
+    assert key in layouts._held_weights
+    del layer
+    gc.collect()
+    assert key not in layouts._held_weights
 
 
 @pytest.mark.skipif(not layouts.fast_half(), reason="this CPU multiplies bf16, or has no packed fp16 weights")
