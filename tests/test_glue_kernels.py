@@ -13,23 +13,17 @@ from hypothesis import strategies as st
 from conftest import random_paths
 from fastea.kernels.compact import compact, compact_reference
 from fastea.kernels.gate import silu_mul, silu_mul_reference
-from fastea.kernels.launch import INTERPRETED
 from fastea.kernels.norm import add, add_norm, add_norm_reference, add_reference
 from fastea.kernels.rope import rope_write, rope_write_reference
 from fastea.kernels.topk import top_children, top_children_reference
 from fastea.kernels.walk import accept_walk, accept_walk_reference
 from fastea.sampling import Sampling, walk
 from fastea.tree import Tree, chain
-
-assert INTERPRETED, "Triton was imported before this file, so that the kernels would not be tested"
+from interpreted import both, same_bits
 
 pytestmark = pytest.mark.kernels
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def both(*pair):
-    return pytest.mark.parametrize("run", pair, ids=("kernel", "reference"))
 
 
 def dyadic(seed, *shape):
@@ -47,10 +41,6 @@ def assert_rounded_once(actual, exact, slack=1e-7):
     error = (actual.double() - exact).abs()
     bound = (torch.finfo(actual.dtype).eps / 2 + 2e-6) * exact.abs() + slack
     assert (error <= bound).all(), (error / bound).max()
-
-
-def same_bits(a, b):
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 SHAPES = [(1, 1, 576), (2, 5, 1536), (3, 2, 96), (5, 3, 100), (4, 4, 2500)]  # splits, rows, width
