@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 SCRIPT = Path(__file__).parent.parent / "scripts" / "kernels.py"
 spec = importlib.util.spec_from_file_location("kernels_script", SCRIPT)
 assert spec and spec.loader
+sys.path.append(str(SCRIPT.parent))  # of what the script imports
 k = sys.modules["kernels_script"] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
 spec.loader.exec_module(k)
 
