@@ -104,7 +104,7 @@ class PackedLinear(LaidOutLinear):
         return packed.hidden_bytes(self.layout, self.outputs, self.inputs)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        y = packed.product(self.rows(x), self.layout, self.outputs).reshape(*x.shape[:-1], self.outputs)
+        y = packed.product(self.rows(x).to(self.dtype), self.layout, self.outputs).reshape(*x.shape[:-1], self.outputs)
         return y if self.bias is None else y + self.bias
 
     def probe(self) -> tuple[Product, torch.Tensor]:

@@ -22,6 +22,7 @@ from fastea.eagle3 import Eagle3Head
 from fastea.generator import Generator
 from fastea.gguf_vocabulary import from_gguf
 from fastea.head_files import load_head
+from fastea.kernels.packed import has_amx
 from fastea.kernels.rows import find_row_sizes
 from fastea.linear import probes
 from fastea.llama import Llama
@@ -197,7 +198,7 @@ def default_tree(head: DraftHead, device: str, dtype: torch.dtype) -> str:
     of them. Elsewhere a product's time grows from a few rows on."""
     if device.startswith("cuda"):
         return "dynamic:60,10,8" if isinstance(head, Eagle3Head) else "eagle1"
-    return "eagle1" if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "chain:3"
+    return "eagle1" if dtype == torch.bfloat16 and has_amx() else "chain:3"
 
 
 def _drafter(

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fastea.config import FasteaError
-from fastea.kernels.packed import activation_dtype
+from fastea.kernels.packed import activation_dtype, has_amx, packs_half
 from fastea.linear import Linear, PackedLinear
 from fastea.quantize.forms import SCHEMES, QuantizedWeight, Scheme, nearest
 from fastea.quantize.imports import Foreign, from_foreign
@@ -38,6 +38,8 @@ class Quantizer:
         self.half = self.dtype != dtype  # fp16 weights, fp32 activations
         on_cpu = not device.startswith("cuda")
         self.dense = pack and (triton or on_cpu)  # whether unquantized weights change their form
+        # Logits of 16 bits tie often: the LM head hands on fp32 sums where products of fp16 weights do and are as fast.
+        self.fine_logits = on_cpu and self.dtype == torch.bfloat16 and packs_half() and not has_amx()
         self.scheme: Scheme | None = SCHEMES[quant] if quant else None  # of a layer's weights
         self.lm_scheme: Scheme | None = SCHEMES["int8"] if quant else None
         self.made: Counter[str] = Counter()  # weights by what they became
@@ -72,13 +74,16 @@ class Quantizer:
         module = model.get_submodule(stem)
         if isinstance(weight, QuantizedWeight) or (self.dense and kind == "weight" and isinstance(module, Linear)):
             parent, _, child = stem.rpartition(".")
-            setattr(model.get_submodule(parent), child, self._linear(weight, module.bias))  # type: ignore[arg-type]
+            setattr(model.get_submodule(parent), child, self._linear(stem, weight, module.bias))  # type: ignore[arg-type]
         else:
             model.load_state_dict({name: weight.to(device=self.device, dtype=self.dtype)}, strict=False, assign=True)
 
-    def _linear(self, weight: Weight, bias: torch.nn.Parameter | None) -> Linear:
+    def _linear(self, stem: str, weight: Weight, bias: torch.nn.Parameter | None) -> Linear:
         if not self.triton:
-            return PackedLinear(weight, bias, self.dtype, self.device, self.half)
+            packed = isinstance(weight, QuantizedWeight) and not weight.scheme.group
+            fine = stem == "lm_head" and self.fine_logits and not packed
+            dtype = torch.float32 if fine else self.dtype
+            return PackedLinear(weight, bias, dtype, self.device, self.half or fine)
         from fastea.triton_linear import TritonLinear
 
         return TritonLinear(weight, bias, self.dtype, self.device)

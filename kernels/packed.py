@@ -36,14 +36,24 @@ ROWS = 8  # that oneDNN lays bf16 weights out for; other counts take the same la
 OUTPUTS = 64  # the packed int4 operator takes multiples of this many outputs on every CPU
 
 
+def has_amx() -> bool:
+    """Whether this CPU has tiles: bf16 products of some rows cost what one row does."""
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
 def fast_bf16() -> bool:
     """Whether this CPU multiplies bf16 without converting it."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(torch.cpu._is_avx512_bf16_supported()) or has_amx()
+
+
+def packs_half() -> bool:
+    """Whether there are products of fp16 weights in FBGEMM's order."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def fast_half() -> bool:
-    """Whether fp16 weights are what this CPU multiplies fastest."""
-    return "fbgemm" in torch.backends.quantized.supported_engines and not fast_bf16()
+    """Whether these are what this CPU multiplies fastest."""
+    return packs_half() and not fast_bf16()
 
 
 def activation_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
@@ -59,7 +69,7 @@ def layout(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, device: s
     on_cpu = not device.startswith("cuda")
     if scheme is None or not on_cpu or dtype == torch.float32 or (scheme.bits == 8 and scheme.group):
         matrix = weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
-        if on_cpu and fast_half() and (half or dtype != torch.float32):
+        if on_cpu and packs_half() and (half or (dtype != torch.float32 and fast_half())):
             low, high = (float(t) for t in matrix.aminmax())
             if max(-low, high) <= torch.finfo(torch.float16).max:
                 return {"fp16": _held(torch.ops.quantized.linear_prepack_fp16(matrix.float().contiguous(), None))}
