@@ -9,7 +9,7 @@ On a CPU:
 - 16-bit weights, and int8 in groups, as fp16 in FBGEMM's order where the CPU has no bf16 instructions, multiplied with
   fp32 activations: half of the bytes of fp32, and 4 rows cost what one does. bf16 weights are exact in fp16 down to
   2^-17 or so, below it their error is at most 2^-25; a product of int8 and its scale is rounded to 11 bits.
-- bf16 weights, and int8 in groups, in oneDNN's order where the CPU has bf16 instructions: 1.3 to 2.6 times faster than
+- bf16 weights, and int8 in groups, in oneDNN's order where the CPU has bf16 instructions: 1.3 to 3 times faster than
   the plain matrix for 1 to 26 rows; rows keep their bits for every row count.
 - int8 with one scale a row, and int4, in PyTorch's packed operators, with 16-bit activations; their rows keep their
   bits for every row count. Scales have the activation's dtype: fp16 scales lose up to 3 bits in bf16, a relative error

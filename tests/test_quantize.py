@@ -13,6 +13,7 @@ from fastea.config import FasteaError
 from fastea.kernels import packed as layouts
 from fastea.kernels.rows import find_row_sizes, product_rows
 from fastea.linear import PackedLinear
+from fastea.loading import load
 from fastea.memory import tensor_bytes
 from fastea.quantize.forms import SCHEMES, QuantizedWeight, Scheme, nearest, packed
 from fastea.quantize.gptq import gptq
@@ -282,6 +283,16 @@ def test_bf16_weights_in_onednns_order(shape):
     del layer
     gc.collect()
     assert key not in layouts._held_weights
+
+
+@pytest.mark.skipif(not layouts.packs_half() or layouts.has_amx(), reason="the LM head runs in bf16 here")
+def test_logits_of_a_16_bit_model_keep_their_digits(folder):
+    """bf16 would round a logit of 16 to 0.125, so that many would tie."""
+    exact, model = (load(folder, head="none", dtype=dtype).model for dtype in ("float32", "bfloat16"))
+    x = torch.randn(1, 5, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits = model.logits(x)
+    assert (logits != logits.bfloat16()).any()
+    torch.testing.assert_close(logits, exact.logits(x.float()), atol=2e-2, rtol=2**-9)
 
 
 @pytest.mark.skipif(not layouts.fast_half(), reason="this CPU multiplies bf16, or has no packed fp16 weights")
