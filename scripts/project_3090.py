@@ -291,7 +291,7 @@ NOTE = " All are LLaMA-2-Chat 7B's: assumptions for this model."
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, prog="project_3090.py")
     add = parser.add_argument
     add("--card", nargs="+", choices=CARDS, default=list(CARDS))
     add("--model", nargs="+", choices=MODELS, default=list(MODELS))

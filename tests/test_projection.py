@@ -102,4 +102,4 @@ def test_bad_input_is_one_line(argv, words, capsys):
         p.main(argv)
     out, err = capsys.readouterr()
     assert stop.value.code == 2 and not out
-    assert err.startswith("project_3090: ") and err.count("\n") == 1 and words in err
+    assert err.startswith("project_3090.py: ") and err.count("\n") == 1 and words in err
