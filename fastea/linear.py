@@ -104,7 +104,7 @@ class PackedLinear(LaidOutLinear):
         return packed.hidden_bytes(self.layout, self.outputs, self.inputs)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        y = packed.product(self.rows(x).to(self.dtype), self.layout, self.outputs).reshape(*x.shape[:-1], self.outputs)
+        y = packed.product(self.rows(x), self.layout, self.outputs).reshape(*x.shape[:-1], self.outputs)
         return y if self.bias is None else y + self.bias
 
     def probe(self) -> tuple[Product, torch.Tensor]:
@@ -124,6 +124,16 @@ class PackedLinear(LaidOutLinear):
         LaidOutLinear.__init__(part, (len(ids), self.inputs), None, self.dtype, rows)
         part.half_weight, part.scheme = self.half_weight, self.scheme
         return part
+
+
+class FineLinear(PackedLinear):
+    """fp16 weights under fp32 activations whatever it is given: the sums are handed on as they are."""
+
+    def __init__(self, weight: torch.Tensor | QuantizedWeight, bias: nn.Parameter | None, device: str):
+        super().__init__(weight, bias, torch.float32, device, half=True)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        return super().product(x.float())
 
 
 def _plain(weight: torch.Tensor) -> Linear:

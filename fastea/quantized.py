@@ -10,7 +10,7 @@ import torch
 
 from fastea.config import FasteaError
 from fastea.kernels.packed import activation_dtype, has_amx, packs_half
-from fastea.linear import Linear, PackedLinear
+from fastea.linear import FineLinear, Linear, PackedLinear
 from fastea.quantize.forms import SCHEMES, QuantizedWeight, Scheme, nearest
 from fastea.quantize.imports import Foreign, from_foreign
 
@@ -81,9 +81,9 @@ class Quantizer:
     def _linear(self, stem: str, weight: Weight, bias: torch.nn.Parameter | None) -> Linear:
         if not self.triton:
             packed = isinstance(weight, QuantizedWeight) and not weight.scheme.group
-            fine = stem == "lm_head" and self.fine_logits and not packed
-            dtype = torch.float32 if fine else self.dtype
-            return PackedLinear(weight, bias, dtype, self.device, self.half or fine)
+            if stem == "lm_head" and self.fine_logits and not packed:
+                return FineLinear(weight, bias, self.device)
+            return PackedLinear(weight, bias, self.dtype, self.device, self.half)
         from fastea.triton_linear import TritonLinear
 
         return TritonLinear(weight, bias, self.dtype, self.device)

@@ -236,6 +236,14 @@ def test_nibbles_are_packed_low_first():
     assert json.dumps(Scheme(8, 32).name) == '"int8 group 32"'
 
 
+def rows_keep_their_bits(layer, x):
+    """Each row of x alone, and with those before it."""
+    sizes = find_row_sizes([layer.probe()])
+    alone = torch.cat([product_rows(layer.product, row[None], sizes) for row in x])
+    for count in range(1, len(x) + 1):
+        assert torch.equal(product_rows(layer.product, x[:count], sizes), alone[:count])
+
+
 @pytest.mark.skipif(not layouts.fast_half(), reason="this CPU multiplies bf16, or has no packed fp16 weights")
 @pytest.mark.parametrize("shape", [(64, 64), (50, 36), (320, 576)])
 def test_fp16_weights_under_fp32_activations(shape):
@@ -249,10 +257,7 @@ def test_fp16_weights_under_fp32_activations(shape):
     assert layer(x).dtype == torch.float32 and layer(x.bfloat16()).dtype == torch.bfloat16
     ids = torch.tensor([3, shape[0] - 1, 0])
     assert torch.equal(layer.subset(ids).weight, rounded[ids].float())
-    sizes = find_row_sizes([layer.probe()])
-    alone = torch.cat([product_rows(layer.product, x[0, i : i + 1], sizes) for i in range(32)])
-    for count in range(1, 33):
-        assert torch.equal(product_rows(layer.product, x[0, :count], sizes), alone[:count])
+    rows_keep_their_bits(layer, x[0])
     assert tensor_bytes(layer) >= 2 * weight.numel()
     key = int(layer.fp16)
     assert key in layouts._held_weights
@@ -273,10 +278,7 @@ def test_bf16_weights_in_onednns_order(shape):
     torch.testing.assert_close(layer(x).double(), expected, atol=1e-2, rtol=2**-8)
     ids = torch.tensor([3, shape[0] - 1, 0])
     assert torch.equal(layer.subset(ids).weight, weight[ids])
-    sizes = find_row_sizes([layer.probe()])
-    alone = torch.cat([product_rows(layer.product, x[0, i : i + 1], sizes) for i in range(40)])
-    for count in range(1, 41):
-        assert torch.equal(product_rows(layer.product, x[0, :count], sizes), alone[:count])
+    rows_keep_their_bits(layer, x[0])
     assert tensor_bytes(layer) >= 2 * weight.numel()
     key = int(layer.onednn)
     assert key in layouts._held_weights
@@ -319,10 +321,7 @@ def test_blocks_of_a_float_weight(shape):
         torch.testing.assert_close(layer(few).double(), few.double() @ weight.double().T + bias, atol=1e-4, rtol=1e-4)
     ids = torch.tensor([3, shape[0] - 1, 17])
     assert torch.equal(layer.subset(ids).weight, weight[ids])
-    sizes = find_row_sizes([layer.probe()])
-    alone = torch.cat([product_rows(layer.product, x[0, i : i + 1], sizes) for i in range(32)])
-    for count in range(1, 33):
-        assert torch.equal(product_rows(layer.product, x[0, :count], sizes), alone[:count])
+    rows_keep_their_bits(layer, x[0])
 
 
 @pytest.mark.parametrize(
