@@ -43,9 +43,13 @@ class KVCache:
 
     def row(self, index: int) -> KVCache:
         """A view of one sequence of the batch, [1, ...] tensors that share the storage."""
+        return self.part(index, index + 1)
+
+    def part(self, first: int, end: int) -> KVCache:
+        """The same of several sequences."""
         view = KVCache.__new__(KVCache)
-        view.keys = [k[index : index + 1] for k in self.keys]
-        view.values = [v[index : index + 1] for v in self.values]
+        view.keys = [k[first:end] for k in self.keys]
+        view.values = [v[first:end] for v in self.values]
         view.whole = None
         return view
 

@@ -160,6 +160,15 @@ class Generator:
             caches.append(draft)
         return sum(cache.nbytes for cache in caches)
 
+    def check_memory(self, batch: int, instead: str) -> None:
+        """Raises FasteaError if the KV caches for a batch cannot fit. instead: what to try."""
+        needed, free = self.cache_bytes(batch), available_bytes(str(self.device))
+        if free is not None and needed > free:
+            raise FasteaError(
+                f"the KV cache for {batch} x {self.max_seq_len} tokens takes {needed / 1e9:.1f} GB, "
+                f"{free / 1e9:.1f} GB are free; try {instead}"
+            )
+
     def state(self, batch: int) -> DecodeState:
         """The preallocated state for a batch size; the one of another size is given up. Refused if it cannot fit."""
         key = (batch, *self.engine.layout)
@@ -167,12 +176,7 @@ class Generator:
             self._states.clear()
             for engine in (self.engine, *(self.planner.engines.values() if self.planner else ())):
                 engine.forget_graphs()
-            needed, free = self.cache_bytes(batch), available_bytes(str(self.device))
-            if free is not None and needed > free:
-                raise FasteaError(
-                    f"the KV cache for {batch} x {self.max_seq_len} tokens takes {needed / 1e9:.1f} GB, "
-                    f"{free / 1e9:.1f} GB are free; lower --max-seq-len"
-                )
+            self.check_memory(batch, "a lower --max-seq-len")
             with torch.inference_mode(False):  # the state outlives a caller's inference mode
                 cache = self.model.new_cache(batch, self.max_seq_len)
                 draft = self.drafter.new_cache(batch, self.max_seq_len) if self.drafter else None

@@ -21,6 +21,7 @@ from fastea.eagle3 import default_taps
 from fastea.evaluation.report import pyplot
 from fastea.flags import Parser
 from fastea.generator import Generator
+from fastea.memory import keep_freed_memory
 from fastea.runtime import exit_code
 from fastea.training.data import Sample, make_samples, read_lines
 from fastea.training.features import FeatureStore, load_target
@@ -41,6 +42,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ablation-tokens", type=int, default=500_000, help="answer tokens (default 500000)")
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=[100_000, 300_000, 1_000_000, 3_000_000], help="answer tokens"
+    )
+    parser.add_argument(
+        "--kinds", nargs="+", choices=list(RECIPES), default=list(RECIPES), help="heads of the scaling runs"
     )
     parser.add_argument("--draft-vocab", type=int, default=8192, help="default 8192")
     parser.add_argument("--batch-tokens", type=int, default=2048, help="default 2048")
@@ -72,6 +76,7 @@ def _stores(
 
 
 def study(args: argparse.Namespace) -> None:
+    keep_freed_memory()
     checkpoint = Path(args.checkpoint) if args.checkpoint else demo_model()
     for name in ("held_out", "ablation_tokens", "steps"):
         if getattr(args, name) < 1:
@@ -87,11 +92,10 @@ def study(args: argparse.Namespace) -> None:
         runs += [("ablation", args.ablation_tokens, {"inputs": inputs}) for inputs in INPUTS]
     if "scaling" in args.parts:
         for tokens in args.sizes:
-            runs += [("scaling", tokens, RECIPES[kind] | {"kind": kind, "steps": args.steps}) for kind in RECIPES]
+            runs += [("scaling", tokens, RECIPES[kind] | {"kind": kind, "steps": args.steps}) for kind in args.kinds]
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "study.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    todo = []
+    lines, todo = finished(path), []
     for part, tokens, changes in runs:
         recipe = Recipe(**({"feature_weight": 0.1} | changes | shared))  # EAGLE-3 has none
         name = {"part": part, "tokens": tokens, "kind": recipe.kind, "inputs": recipe.inputs, "steps": recipe.steps}
@@ -102,14 +106,20 @@ def study(args: argparse.Namespace) -> None:
         _stores(target, samples, args, work, "eagle3" if "eagle3" in kinds else "eagle1", max(sizes))
     for name, recipe in todo:
         train, held, count = _stores(target, samples, args, work, recipe.kind, name["tokens"])
-        trainer = Trainer(target.model, train, held, recipe, work / "study", count)
+        trainer = Trainer(target.model, train, held, recipe, work / "study" / recipe.kind, count)
         trainer.run(evaluate_every=10**9)
-        lines.append(name | {"seconds": round(trainer.seconds), "batches": trainer.step, "held": trainer.result})
+        line = name | {"seconds": round(trainer.seconds), "batches": trainer.step, "held": trainer.result}
         with path.open("a", encoding="utf-8") as f:
-            f.write(json.dumps(lines[-1]) + "\n")
-        print(json.dumps(lines[-1]))
+            f.write(json.dumps(line) + "\n")
+        print(json.dumps(line))
+    lines = finished(path)  # another process may train the other kind
     (args.out / "study.md").write_text(tables(lines), encoding="utf-8")
     plot([line for line in lines if line["part"] == "scaling"], args.out / "study.png")
+
+
+def finished(path: Path) -> list[dict[str, Any]]:
+    """The runs that a study.jsonl holds."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def tables(lines: list[dict[str, Any]]) -> str:

@@ -28,6 +28,7 @@ from fastea.evaluation.report import pyplot
 from fastea.flags import Parser
 from fastea.head_files import load_head, save_head, write_config
 from fastea.loading import load
+from fastea.memory import keep_freed_memory
 from fastea.quantized import Quantizer
 from fastea.runtime import exit_code
 from fastea.training.acceptance import measure
@@ -57,8 +58,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true", help="go on from the work folder's checkpoint")
     parser.add_argument("--answer-tokens", type=int, default=192, help="longest answer made here (default 192)")
-    parser.add_argument("--answer-batch", type=int, default=32, help="prompts answered together (default 32)")
-    parser.add_argument("--answer-temperature", type=float, default=0.0, help="0 = greedy answers (default)")
+    parser.add_argument("--answer-batch", type=int, default=64, help="prompts answered together (default 64)")
+    parser.add_argument("--answer-temperature", type=float, default=0.0, help="of answers (default 0 = greedy)")
     parser.add_argument("--acceptance-prompts", type=int, default=40, help="held-out prompts for the card (default 40)")
     parser.add_argument("--save-quant", choices=["none", "int8"], default="none", help="how weights are stored")
     for item in fields(Recipe):
@@ -88,8 +89,9 @@ def main() -> int:
 
 
 def train(args: argparse.Namespace) -> None:
+    keep_freed_memory()
     checkpoint = Path(args.checkpoint) if args.checkpoint else demo_model()
-    for name in ("held_out", "acceptance_prompts", "max_len", "answer_batch", "limit"):
+    for name in ("held_out", "acceptance_prompts", "max_len", "answer_batch", "answer_tokens", "limit"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise FasteaError(
                 f"--{name.replace('_', '-')} {getattr(args, name)} is not possible; it must be at least 1"
@@ -171,14 +173,13 @@ def answered(
     open_prompts = [r["prompt"] for r in rows if not r.get("answer")]
     if not open_prompts:
         return rows
-    target = load(checkpoint, head="none", drafter="none", max_seq_len=args.max_len + args.answer_tokens)
-    kept = [p for p in open_prompts if len(target.encode(p, args.system)) + args.answer_tokens <= target.max_seq_len]
+    target = load(checkpoint, head="none", drafter="none", kernels="torch", max_seq_len=args.max_len)
     out = work / "answers.jsonl"
     write_answers(
-        target, kept, out, batch=args.answer_batch, max_new_tokens=args.answer_tokens,
-        temperature=args.answer_temperature, seed=args.seed, system=args.system,
+        target, open_prompts, out, batch=args.answer_batch, max_new_tokens=args.answer_tokens,
+        temperature=args.answer_temperature, seed=args.seed or 0, system=args.system,
     )  # fmt: skip
-    return [r for r in rows if r.get("answer")] + read_lines(out)
+    return [r for r in rows if r.get("answer")] + (read_lines(out) if out.stat().st_size else [])
 
 
 def plot(log: Path, out: Path) -> None:

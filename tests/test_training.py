@@ -1,6 +1,7 @@
 """Training: which rows are supervised, what the losses are, and that a run learns, stops and resumes."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,9 @@ from fastea.config import FasteaError
 from fastea.eagle3 import Eagle3Head, default_taps
 from fastea.generator import Generator
 from fastea.head_files import load_head, save_head
-from fastea.training.answers import is_looping, write_answers
+from fastea.training.answers import write_answers
 from fastea.training.data import Sample, draft_vocabulary, make_samples, read_lines, supervised_rows
+from fastea.training.decoding import LIKELIEST, Growing, choose
 from fastea.training.features import FeatureStore
 from fastea.training.losses import cross_entropy
 from fastea.training.train import RECIPES, Batches, Recipe, Trainer, new_head
@@ -336,24 +338,67 @@ def test_time_budget_ends_a_run(tmp_path, stores):
 
 
 def test_answers_are_the_targets_own_and_resume(tmp_path):
+    """Decoded in batches whose rows end at different places, they are what the model writes alone."""
     target = tiny_target()
     target.set_context(64)
     generator = Generator(target, byte_tokenizer(64), None, max_seq_len=64)
-    prompts = ["abc", "de", "fghi", "jk", "lm"]
+    mark = generator.generate("abc", max_new_tokens=10).ids[4]
+    target.config = replace(target.config, eos_ids=(mark,))
+    prompts = ["abc", "de", "fghi", "jk", "lm", "n" * 40, "opqrst", "u"]
     out = tmp_path / "answers.jsonl"
     write_answers(generator, prompts[:2], out, batch=2, max_new_tokens=10)
     with out.open("a") as f:
         f.write('{"prompt": "half a li')  # an interruption
-    write_answers(generator, prompts, out, batch=2, max_new_tokens=10)
+    write_answers(generator, prompts, out, batch=5, max_new_tokens=10)
     rows = read_lines(out)
-    assert [r["prompt"] for r in rows] == prompts
+    assert [r["prompt"] for r in rows[:2]] == prompts[1::-1]  # the shorter one first
+    assert sorted(r["prompt"] for r in rows) == sorted(prompts)
     for row in rows:
-        assert row["ids"] == generator.generate(row["prompt"], max_new_tokens=10).ids
+        alone = generator.generate(row["prompt"], max_new_tokens=10)
+        assert row["ids"] == alone.ids and row["answer"] == alone.text
+        assert row["finished"] == (alone.finish_reason == "stop") and not row["looping"]
+    assert len({len(r["ids"]) for r in rows}) > 1, "rows that ended early are a part of this test"
 
 
-def test_looping():
-    assert is_looping([1, 2, 3, 4] * 5) and not is_looping([1, 2, 3, 4] * 4 + [5])
-    assert not is_looping(list(range(100)))
+def test_prompts_without_room_for_an_answer_are_left_out(tmp_path, capsys):
+    target = tiny_target()
+    target.set_context(64)
+    generator = Generator(target, byte_tokenizer(64), None, max_seq_len=64)
+    out = tmp_path / "answers.jsonl"
+    write_answers(generator, ["a" * 54, "a" * 55, "a" * 99, ""], out, batch=4, max_new_tokens=10)
+    assert [len(r["prompt"]) for r in read_lines(out)] == [54]
+    assert "3 of 4 prompts are left out: empty or longer than 54 tokens" in capsys.readouterr().err
+    with pytest.raises(FasteaError, match="temperature -1"):
+        write_answers(generator, ["a"], out, batch=4, max_new_tokens=10, temperature=-1.0)
+
+
+def test_answers_that_loop_are_cut_and_marked():
+    for ids, at in (([1, 2, 3, 4] * 9, 20), ([7] * 30, 8), ([9, *[1, 2, 3, 4, 5] * 9], 25)):
+        answer = Growing(100)
+        while not answer.ended:
+            answer.push(ids[len(answer.ids)], frozenset({2000}))
+        assert answer.looping and not answer.finished and len(answer.ids) == at
+    calm = Growing(100)
+    for token in [*range(99), 2000]:
+        assert not calm.ended
+        calm.push(token, frozenset({2000}))
+    assert calm.ended and calm.finished and not calm.looping
+    short = Growing(3)
+    for token in (1, 1, 1):
+        short.push(token, frozenset())
+    assert short.ended and not short.finished and not short.looping
+
+
+def test_sampled_answers_follow_the_likeliest_ids():
+    """20,000 draws at temperature 0.5: frequencies of softmax(2 x), renormalised over the likeliest 50 of 60 ids."""
+    logits = torch.linspace(-2, 2, 60)[torch.randperm(60, generator=torch.Generator().manual_seed(1))]
+    random = torch.Generator().manual_seed(2)
+    drawn = choose(logits.expand(20_000, -1), 0.5, random)
+    wanted = torch.exp(2 * logits).where(logits >= logits.sort(descending=True).values[LIKELIEST - 1], 0)
+    wanted /= wanted.sum()
+    found = torch.bincount(drawn, minlength=60) / 20_000
+    assert not found[wanted == 0].any() and (found - wanted).abs().sum() / 2 < 0.03
+    assert choose(logits.expand(3, -1), 0.0, random).tolist() == [int(logits.argmax())] * 3
 
 
 @pytest.mark.parametrize("text", ["", "not json\n", '{"answer": "x"}\n', "[1]\n"])
