@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import sys
 from pathlib import Path
 
@@ -68,13 +66,3 @@ def peak_rss() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep what is freed, for training: it maps tensors above 32 MB anew each time, and the first touch of
-    their pages costs about as much as the work in them. Elsewhere nothing happens."""
-    trim_threshold, mmap_max, arena_max = -1, -4, -8  # names of malloc.h
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        for option, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (arena_max, 1)):
-            mallopt(option, value)

@@ -21,7 +21,6 @@ from fastea.eagle3 import default_taps
 from fastea.evaluation.report import pyplot
 from fastea.flags import Parser
 from fastea.generator import Generator
-from fastea.memory import keep_freed_memory
 from fastea.runtime import exit_code
 from fastea.training.data import Sample, make_samples, read_lines
 from fastea.training.features import FeatureStore, load_target
@@ -76,7 +75,6 @@ def _stores(
 
 
 def study(args: argparse.Namespace) -> None:
-    keep_freed_memory()
     checkpoint = Path(args.checkpoint) if args.checkpoint else demo_model()
     for name in ("held_out", "ablation_tokens", "steps"):
         if getattr(args, name) < 1:

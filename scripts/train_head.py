@@ -28,7 +28,6 @@ from fastea.evaluation.report import pyplot
 from fastea.flags import Parser
 from fastea.head_files import load_head, save_head, write_config
 from fastea.loading import load
-from fastea.memory import keep_freed_memory
 from fastea.quantized import Quantizer
 from fastea.runtime import exit_code
 from fastea.training.acceptance import measure
@@ -89,7 +88,6 @@ def main() -> int:
 
 
 def train(args: argparse.Namespace) -> None:
-    keep_freed_memory()
     checkpoint = Path(args.checkpoint) if args.checkpoint else demo_model()
     for name in ("held_out", "acceptance_prompts", "max_len", "answer_batch", "answer_tokens", "limit"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
