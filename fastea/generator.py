@@ -111,13 +111,7 @@ class Generator:
                 "a system message needs the chat template and a prompt in text (not raw, ids or messages)"
             )
         if isinstance(prompt, str):
-            if raw or self.tokenizer.template is None:
-                ids = self.tokenizer.encode_prompt(prompt)
-            else:
-                messages = [{"role": "user", "content": prompt}]
-                ids = self.tokenizer.encode_chat(
-                    messages if system is None else [{"role": "system", "content": system}, *messages]
-                )
+            ids = self.tokenizer.encode_prompt(prompt) if raw else self.tokenizer.encode_question(prompt, system)
         elif prompt and isinstance(prompt[0], dict):
             ids = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
         else:

@@ -74,6 +74,15 @@ class Tokenizer:
         ids = self.encode(text)
         return ids if self.bos_id is None or ids[:1] == [self.bos_id] else [self.bos_id, *ids]
 
+    def encode_question(self, text: str, system: str | None = None) -> list[int]:
+        """A prompt in text: through the chat template, as it is where the checkpoint has none."""
+        if self.template is None:
+            if system is not None:
+                raise FasteaError("a system message needs a chat template, and this checkpoint has none")
+            return self.encode_prompt(text)
+        messages = [{"role": "user", "content": text}]
+        return self.encode_chat(messages if system is None else [{"role": "system", "content": system}, *messages])
+
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The checkpoint's chat template over messages, ready for the answer. Markers inside a message are text."""
         if self.template is None:

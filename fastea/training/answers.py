@@ -12,7 +12,7 @@ from fastea.config import FasteaError
 from fastea.generator import Generator
 from fastea.runtime import can_compile, compiled, note
 from fastea.sampling import Sampling
-from fastea.training.data import prompt_ids, read_lines
+from fastea.training.data import read_lines
 from fastea.training.decoding import Growing, decode, run_layer
 
 SORTED = 8  # batches in which prompts of like length come together
@@ -38,7 +38,7 @@ def write_answers(
     whole = text[: text.rfind("\n") + 1]
     out.write_text(whole, encoding="utf-8")
     answered = {row["prompt"] for row in read_lines(out)} if whole else set()
-    encoded = {p: prompt_ids(target.tokenizer, p, system) for p in prompts if p not in answered}
+    encoded = {p: target.tokenizer.encode_question(p, system) for p in prompts if p not in answered}
     longest = target.max_seq_len - max_new_tokens
     if longest < 1:
         raise FasteaError(f"answers of {max_new_tokens} tokens leave no room for prompts within {target.max_seq_len}")

@@ -55,18 +55,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str, system: str | None) -> list[int]:
-    """A training prompt as the target sees it: through its chat template where there is one."""
-    if not tokenizer.template:
-        if system is not None:
-            raise FasteaError("--system: this model has no chat template, so no place for a system message")
-        return tokenizer.encode_prompt(prompt)
-    messages = [{"role": "user", "content": prompt}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    return tokenizer.encode_chat(messages)
-
-
 def make_samples(rows: list[dict[str, Any]], tokenizer: Tokenizer, system: str | None, max_len: int) -> list[Sample]:
     """Answered prompts as the target saw them: its chat template, the answer, its end mark where it finished.
 
@@ -76,7 +64,7 @@ def make_samples(rows: list[dict[str, Any]], tokenizer: Tokenizer, system: str |
     for row in rows:
         if row.get("looping") or not row.get("answer"):
             continue
-        prompt = prompt_ids(tokenizer, row["prompt"], system)
+        prompt = tokenizer.encode_question(row["prompt"], system)
         answer = row.get("ids") or tokenizer.encode_text(row["answer"])
         if row.get("finished") and "ids" not in row and tokenizer.end_id is not None:
             answer = [*answer, tokenizer.end_id]
