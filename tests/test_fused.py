@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_eagle3 import publish, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import byte_tokenizer, random_paths, randomize, reference_greedy, tiny_head, tiny_target
@@ -19,6 +20,7 @@ from fastea.drafters.eagle import EagleDrafter
 from fastea.drafters.ngram import NgramDrafter
 from fastea.fused import FusedEagleHead, FusedLlama, FusedRound
 from fastea.generator import Generator
+from fastea.head_files import load_head
 from fastea.quantized import Quantizer
 from fastea.replay import RING, Replay
 from fastea.runtime import use_triton
@@ -185,19 +187,19 @@ def test_replayed_rounds_write_the_same():
     assert replayed.generate([0, 3], max_new_tokens=4).ids == stepped.generate([0, 3], max_new_tokens=4).ids
 
 
+def eagle3(owner, plain, folder, triton):
+    """A random EAGLE-3 head of the plain target for `owner`, over the kernels or not."""
+    folder = publish(folder / "head", tensors(plain, std=0.1), vocab_size=plain.config.vocab_size)
+    dtype = torch.float16 if triton else torch.float32
+    head = load_head(folder, owner, Quantizer(None, dtype, "cpu", pack=triton, triton=triton))
+    head.bind(owner, CONTEXT)
+    return head
+
+
 def test_an_eagle3_head_drafts_as_its_plain_form(tmp_path):
     """The forward in 16 bit against the same head in torch's operators; and the text."""
-    from test_eagle3 import publish, tensors
-
-    from fastea.head_files import load_head
-
     target, _, plain = make("float16", 64, num_layers=4)
-    folder = publish(tmp_path / "head", tensors(plain, std=0.1))
-    heads = []
-    for triton, owner in ((True, target), (False, plain)):
-        dtype = torch.float16 if triton else torch.float32
-        heads.append(load_head(folder, owner, Quantizer(None, dtype, "cpu", pack=triton, triton=triton)))
-        heads[-1].bind(owner, CONTEXT)
+    heads = [eagle3(owner, plain, tmp_path, triton) for owner, triton in ((target, True), (plain, False))]
     tokens, features = torch.arange(5)[None], torch.randn(1, 5, 256, generator=torch.Generator().manual_seed(0)) / 2
     zero, words, results = torch.zeros(1, dtype=torch.int64), torch.tensor([[1, 2]]), []
     with torch.inference_mode():
@@ -243,13 +245,15 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("settings", [Sampling(), Sampling(0.8, 3, 0.9, 1)])
-@pytest.mark.parametrize("drafter", ["tree", "dynamic", "ngram", "none"])
-def test_nothing_in_a_round_asks_the_host(settings, drafter):
-    target, head, _ = make("float16", SMALL)
+@pytest.mark.parametrize("drafter", ["tree", "dynamic", "eagle3", "ngram", "none"])
+def test_nothing_in_a_round_asks_the_host(settings, drafter, tmp_path):
+    target, head, plain = make("float16", SMALL, num_layers=4)
+    if drafter == "eagle3":
+        head = eagle3(target, plain, tmp_path, True)
     tree = Tree([(0,), (1,), (0, 0)], "small")
     dynamic = DynamicEagleDrafter(head, DynamicTree(6, 3, 3))
-    proposer = {"tree": EagleDrafter(head, tree), "dynamic": dynamic, "ngram": NgramDrafter(chain(2)), "none": None}
-    proposer = proposer[drafter]
+    proposers = {"tree": EagleDrafter(head, tree), "ngram": NgramDrafter(chain(2)), "none": None}
+    proposer = proposers.get(drafter, dynamic)
     model = build(target, proposer)
     state = model.state(1)
     state.reset(settings, [0], {3})
