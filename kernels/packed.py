@@ -33,6 +33,7 @@ Layout = dict[str, torch.Tensor]
 BLOCK = 16  # outputs beside each other in fp32
 FEWEST = 4  # two and three rows take longer than four
 ROWS = 8  # that oneDNN lays bf16 weights out for; other counts take the same layout
+ALIGNED = 16  # bytes: where a row of codes begins for the packed int8 operator, which crashes on others
 OUTPUTS = 64  # the packed int4 operator takes multiples of this many outputs on every CPU
 
 
@@ -79,7 +80,10 @@ def layout(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, device: s
         return {"blocks": blocks(matrix)} if on_cpu and dtype == torch.float32 else {"matrix": matrix}
     assert isinstance(weight, QuantizedWeight)
     if scheme.bits == 8:
-        return {"codes": weight.codes, "scale": weight.scale[:, 0].to(dtype)}
+        codes = F.pad(weight.codes, (0, -weight.codes.shape[1] % ALIGNED))
+        if codes.data_ptr() % ALIGNED:  # a view into a file
+            codes = codes.clone()
+        return {"codes": codes, "scale": weight.scale[:, 0].to(dtype)}
     short = -weight.codes.shape[0] % OUTPUTS
     codes = F.pad(weight.unpacked().int(), (0, 0, 0, short))
     scale = weight.scale.float()
@@ -163,11 +167,11 @@ def product(x: torch.Tensor, tensors: Layout, outputs: int) -> torch.Tensor:
         return F.linear(x, tensors["matrix"])
     if "fp16" in tensors:
         return half_product(x.float(), tensors["fp16"], outputs).to(x.dtype)
+    inputs = tensors["codes"].shape[1] if "codes" in tensors else 2 * tensors["nibbles"].shape[1]
+    if x.shape[1] != inputs:
+        x = F.pad(x, (0, inputs - x.shape[1]))
     if "codes" in tensors:
         return torch.ops.aten._weight_int8pack_mm(x, tensors["codes"], tensors["scale"])
     nibbles, both = tensors["nibbles"], tensors["scale_base"]
-    inputs = nibbles.shape[1] * 2
-    if x.shape[1] != inputs:
-        x = F.pad(x, (0, inputs - x.shape[1]))
     group = inputs // both.shape[0]
     return torch.ops.aten._weight_int4pack_mm_for_cpu(x, nibbles, group, both)[:, :outputs]

@@ -174,6 +174,19 @@ def test_products_are_those_of_the_decoded_weight(scheme, shape):
                 assert torch.equal(layer(rows[:count]), alone[:count])
 
 
+@pytest.mark.parametrize(("inputs", "offset"), [(24, 0), (40, 0), (64, 8), (64, 4)])
+def test_int8_rows_may_begin_anywhere(inputs, offset):
+    """Views into a file, and rows that are no multiple of 16 bytes: PyTorch's operator crashes on them."""
+    made = nearest(torch.randn(32, inputs), Scheme(8))
+    file = torch.zeros(made.codes.numel() + 64, dtype=torch.int8)
+    codes = file[-file.data_ptr() % 64 + offset :][: made.codes.numel()].view_as(made.codes).copy_(made.codes)
+    layer = PackedLinear(QuantizedWeight(made.scheme, inputs, codes, made.scale), None, torch.bfloat16, "cpu")
+    for count in (1, 2, 4, 9):
+        x = torch.randn(count, inputs).bfloat16()
+        wanted = x.double() @ made.dequantized().double().T
+        assert (layer(x).double() - wanted).norm() / wanted.norm() < 5e-3
+
+
 def test_what_bf16_scales_lose():
     """A packed operator reads scales in the activation's dtype: fp16 scales are off by 2^-9 of themselves at most."""
     made = nearest(torch.randn(64, 256), Scheme(4, 32, False))
