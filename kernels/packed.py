@@ -80,9 +80,9 @@ def layout(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, device: s
         return {"blocks": blocks(matrix)} if on_cpu and dtype == torch.float32 else {"matrix": matrix}
     assert isinstance(weight, QuantizedWeight)
     if scheme.bits == 8:
-        codes = F.pad(weight.codes, (0, -weight.codes.shape[1] % ALIGNED))
-        if codes.data_ptr() % ALIGNED:  # a view into a file
-            codes = codes.clone()
+        codes = weight.codes
+        if codes.data_ptr() % ALIGNED or codes.shape[1] % ALIGNED:  # a view into a file, or an odd width
+            codes = F.pad(codes, (0, -codes.shape[1] % ALIGNED))  # always a copy
         return {"codes": codes, "scale": weight.scale[:, 0].to(dtype)}
     short = -weight.codes.shape[0] % OUTPUTS
     codes = F.pad(weight.unpacked().int(), (0, 0, 0, short))
