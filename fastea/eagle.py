@@ -14,7 +14,7 @@ from torch import nn
 
 from fastea.cache import TREE_SLACK, KVCache
 from fastea.config import ModelConfig, rope_table
-from fastea.kernels.attention import attend
+from fastea.kernels.attention import attend, sight
 from fastea.linear import Linear
 from fastea.llama import DecoderLayer, Llama, RMSNorm
 from fastea.quantized import Quantizer
@@ -73,7 +73,7 @@ class DraftHead(nn.Module):
         """tokens, positions: [B, R]; features: [B, R, F] the target's, or [B, R, h] what this returned before ->
         [B, R, h], for `logits` and for the rows that follow.
 
-        Writes cache rows start + offset + r; words (or lists) as in `fastea.kernels.attention.attend`.
+        Writes cache rows start + offset + r; words (or lists) as in `fastea.kernels.attention.sight`.
         """
         residual, given = self.read(tokens, features)
         return self.run(residual, given, positions, start, words, offset, cache)
@@ -94,7 +94,9 @@ class DraftHead(nn.Module):
     ) -> torch.Tensor:
         """The layer: [B, R, h]."""
         q, k, v = self.layer.project(given, self.rope[positions])
-        mixed = attend(q, k, v, cache.keys[0], cache.values[0], start, words, offset, False)
+        keys, values, rows = cache.keys[0], cache.values[0], q.shape[1]
+        at = start[:, None] + offset + torch.arange(rows, device=start.device)
+        mixed = attend(q, k, v, keys, values, at, sight(words, start, offset, rows, keys))
         return self.layer.finish(residual, mixed)
 
     def normed(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:

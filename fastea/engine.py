@@ -10,7 +10,7 @@ import torch
 from fastea.acceptance import AcceptanceTable
 from fastea.drafters import Drafter
 from fastea.drafters.draft_model import DraftModelDrafter
-from fastea.llama import DecoderLayer
+from fastea.llama import run_layers
 from fastea.pace import Pace
 from fastea.replay import Replay
 from fastea.runtime import compiled
@@ -48,16 +48,16 @@ class Engine:
         self.replays.clear()
 
     def use(self, compile: bool) -> None:
-        """One layer of the target for all of them, which compiles in seconds, drafting and accepting. Prefill stays
+        """A few layers of the target for all of them, which compile in seconds, drafting and accepting. Prefill stays
         eager: it is one forward of many rows."""
         compile = compile and not self.round.captures  # there the round is one graph of kernels, and nothing compiles
 
         def part(function: Callable[..., Any]) -> Callable[..., Any]:
             return compiled(function) if compile else function
 
-        self.round.run_layer = part(DecoderLayer.forward)
+        self.round.run_layers = part(run_layers)
         if isinstance(self.drafter, DraftModelDrafter):  # a decoder of its own: layer by layer as well
-            self.drafter.run_layer, self.draft = self.round.run_layer, self.round.draft
+            self.drafter.run_layers, self.draft = self.round.run_layers, self.round.draft
         else:
             self.draft = part(self.round.draft)
         self.accept = part(self.round.accept)

@@ -82,7 +82,7 @@ class FusedLlama(Llama):
         words: torch.Tensor | None,
         cache: KVCache,
         row_sizes: tuple[int, ...] | None = None,
-        run: Callable[..., torch.Tensor] | None = None,
+        run: Callable[..., list[torch.Tensor]] | None = None,
     ) -> torch.Tensor:
         residual, pending = F.embedding(tokens, self.embed.weight).flatten(0, 1), None
         states = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fastea.drafters import Draft, Drafter
-from fastea.llama import DecoderLayer, Llama
+from fastea.llama import Llama, run_layers
 from fastea.sampling import PICK, noise_key, walk, walk_by_rejection
 from fastea.state import DecodeState
 from fastea.tree import AnyTree, JoinedTree, Nodes, Tree
@@ -45,7 +45,7 @@ class Round:
     ):
         self.model, self.tree, self.drafter = model, tree, drafter
         self.rejection, self.row_sizes, self.valid_vocab = rejection, row_sizes, valid_vocab
-        self.run_layer: Callable[..., torch.Tensor] = DecoderLayer.forward
+        self.run_layers: Callable[..., list[torch.Tensor]] = run_layers
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         """Features [..., h] -> logits [..., V] in which padding ids are impossible."""
@@ -67,7 +67,8 @@ class Round:
         nodes = self.nodes(draft)
         positions = state.length[:, None] + nodes.depth
         words = None if self.tree.is_chain else nodes.words
-        features = self.model(draft.tokens, positions, state.length, words, state.cache, self.row_sizes, self.run_layer)
+        how = self.row_sizes, self.run_layers
+        features = self.model(draft.tokens, positions, state.length, words, state.cache, *how)
         return features, self.logits(features)
 
     def nodes(self, draft: Draft) -> Nodes:

@@ -1,7 +1,7 @@
 """Attention over a static cache: write the new rows, attend to the prefix and to the visible new rows.
 
-One operator for prefill, plain decoding, drafting and tree verification. The committed length is a tensor,
-so a compiled caller has one shape whatever the context; the work grows with the real length.
+One way for prefill, plain decoding, drafting and tree verification. The committed length is a tensor, so a compiled
+caller has one shape whatever the context; the work grows with the real length.
 """
 
 from __future__ import annotations
@@ -19,68 +19,92 @@ def expand_words(words: torch.Tensor, slots: int) -> torch.Tensor:
 
 
 def visible_slots(visible: torch.Tensor, slots: int) -> torch.Tensor:
-    """Words [R] or lists [R, W] of slots -> booleans [R, slots]."""
-    if visible.dim() == 1:
+    """Words [B, R] or lists [B, R, W] of slots -> booleans [B, R, slots]."""
+    if visible.dim() == 2:
         return expand_words(visible, slots)
-    mask = torch.zeros(visible.shape[0], slots + 1, dtype=torch.bool, device=visible.device)
-    return mask.scatter_(1, visible.where(visible >= 0, slots), True)[:, :slots]
+    mask = torch.zeros(*visible.shape[:2], slots + 1, dtype=torch.bool, device=visible.device)
+    return mask.scatter_(2, visible.where(visible >= 0, slots), True)[..., :slots]
 
 
-def _attend(
+def sight(
+    visible: torch.Tensor | None, start: torch.Tensor, offset: int, rows: int, cache: torch.Tensor
+) -> torch.Tensor | None:
+    """What new rows see of the cache, for all layers of a forward: [B, R, S], 0 where a row sees the cache's row, -inf
+    where not; what lies behind the new rows counts for nothing. None: a single row, which sees all up to itself.
+
+    start: [B] int64, rows before it are visible to all. visible: [B, R] int64, bit j of row r = tree slot j (cache row
+    start + j) is visible; or [B, R, W] int64, the visible slots by depth, -1 behind the last, for more than 64 slots;
+    None = causal, row r sees the new rows 0..r (offset 0). offset: the tree slot of the first new row.
+    cache: [B, KV, S, D], one like it.
+    """
+    if visible is None and rows == 1:
+        return None
+    slots = offset + rows
+    if visible is None:
+        mask = torch.ones(rows, rows, dtype=torch.bool, device=start.device).tril().expand(len(start), -1, -1)
+    else:
+        mask = visible_slots(visible, slots)
+    tree = torch.zeros(mask.shape, dtype=cache.dtype, device=start.device).masked_fill_(~mask, -torch.inf)
+    at = start[:, None] + torch.arange(slots, device=start.device)
+    whole = tree.new_zeros(len(start), rows, cache.shape[2])
+    return whole.scatter_(2, at[:, None].expand_as(tree), tree)
+
+
+def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    start: torch.Tensor,
-    words: torch.Tensor | None,
-    offset: int,
-    exact: bool,
+    at: torch.Tensor,
+    seen: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Write k, v at rows start + offset + r of the caches, then attend.
+    """Write k, v into the caches, then attend: softmax(q k^T / sqrt(D)) v.
 
-    q: [B, R, H, D]; k, v: [B, R, KV, D]; caches: [B, KV, S, D]; start: [B] int64, rows before it are visible to
-    all. words: [B, R] int64, bit j of row r = tree slot j (cache row start + j) is visible; or [B, R, W] int64, the
-    visible slots by depth, -1 behind the last, for more than 64 slots; None = causal, row r sees the new rows 0..r
-    (offset 0). offset: first tree slot written here. Returns [B, R, H, D].
-    exact: every row is computed by the calls that a single row at that position makes, its keys in path order,
-    so its bits depend neither on the rows beside it nor on where its ancestors lie in the tree.
+    q: [B, R, H, D]; k, v: [B, R, KV, D]; caches: [B, KV, S, D]; at: [B, R] int64, the caches' rows that they take, one
+    after the other; seen: see `sight`. Returns [B, R, H, D]. A row that is NaN makes NaN of the rows that it is hidden
+    from too: -inf + NaN, 0 * NaN.
     """
+    rows, kv_heads = k.shape[1:3]
+    write(k, v, k_cache, v_cache, at)
+    if rows == 1:
+        return _attend(q, k_cache, v_cache, at, seen)
+    # The query heads of one KV head become rows: K and V are read once, in larger products.
+    group = q.shape[2] // kv_heads
+    folded = q.unflatten(2, (kv_heads, group)).transpose(2, 3).flatten(1, 2)
+    if seen is not None and group > 1:
+        seen = seen.repeat_interleave(group, 1)
+    mixed = _attend(folded, k_cache, v_cache, at, seen)
+    return mixed.unflatten(1, (rows, group)).transpose(2, 3).flatten(2, 3)
+
+
+def attend_alone(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    at: torch.Tensor,
+    seen: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same for the exact path: every row is computed by the calls that a single row at that position makes, its
+    keys in path order, so its bits depend neither on the rows beside it nor on where its ancestors lie in the tree."""
     out = torch.empty_like(q)
-    rows = q.shape[1]
-    for b, first in enumerate(start.tolist()):
-        base = first + offset
-        k_cache[b, :, base : base + rows] = k[b].transpose(0, 1)
-        v_cache[b, :, base : base + rows] = v[b].transpose(0, 1)
-        keys, values = k_cache[b, :, : base + rows], v_cache[b, :, : base + rows]
-        if exact:
-            mask = None if words is None else visible_slots(words[b], offset + rows)
-            for r in range(rows):
-                slots = torch.arange(r + 1, device=q.device) if mask is None else mask[r].nonzero().squeeze(1)
-                path = torch.cat((torch.arange(first, device=q.device), first + slots))
-                out[b, r] = _attend_one(q[b, r], keys.index_select(1, path), values.index_select(1, path))
-        elif rows == 1 and words is None:
-            out[b] = attend_folded(q[b], keys, values, None)
-        else:
-            if words is None:
-                mask = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
-            else:
-                mask = visible_slots(words[b], offset + rows)
-            out[b] = attend_folded(q[b], keys, values, mask)
-            if bool(out[b].isnan().any()):  # 0 * NaN: rows that are hidden from this one count too
-                one = slice(b, b + 1)
-                seen = None if words is None else words[one]
-                parts = (t[one] for t in (q, k, v, k_cache, v_cache, start))
-                out[b] = _attend(*parts, seen, offset, True)[0]
+    write(k, v, k_cache, v_cache, at)
+    for b, slots in enumerate(at.tolist()):
+        for r, slot in enumerate(slots):
+            path = torch.arange(slot + 1, device=q.device)
+            if seen is not None:
+                path = path[seen[b, r, : slot + 1] == 0]
+            keys, values = (cache[b].index_select(1, path) for cache in (k_cache, v_cache))
+            out[b, r] = _attend_one(q[b, r], keys, values)
     return out
 
 
-attend = register(
-    "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor start, Tensor? words, "
-    "int offset, bool exact) -> Tensor",
-    _attend,
-    lambda q, *_: torch.empty_like(q),
-)
+def write(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, at: torch.Tensor) -> None:
+    every = torch.arange(len(k), device=k.device)[:, None]
+    k_cache[every, :, at] = k
+    v_cache[every, :, at] = v
 
 
 def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -91,16 +115,22 @@ def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
     return torch.bmm(torch.softmax(scores, dim=-1).to(v.dtype), v).flatten(0, 1)
 
 
-def attend_folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The same for rows together. q: [R, H, D]; k, v: [KV, L, D]; mask: [R, slots] over the last slots, None = all
-    visible -> [R, H, D]."""
-    rows, kv_heads, length = q.shape[0], *k.shape[:2]
-    folded = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [KV, group, R, D]
-    group = folded.shape[1]
-    bias = None
-    if mask is not None:
-        bias = q.new_zeros(group, rows, length)
-        bias[..., length - mask.shape[1] :].masked_fill_(~mask, float("-inf"))
-        bias = bias.flatten(0, 1)
-    mixed = F.scaled_dot_product_attention(folded.flatten(1, 2)[None], k[None], v[None], attn_mask=bias)[0]
-    return mixed.unflatten(1, (group, rows)).permute(2, 0, 1, 3).flatten(1, 2)
+def _attend_rows(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, at: torch.Tensor, seen: torch.Tensor | None
+) -> torch.Tensor:
+    """q: [B, Q, heads, D], heads a multiple of the caches'; seen: [B, Q, S] -> [B, Q, heads, D]."""
+    parts = []
+    for b, last in enumerate(at[:, -1].tolist()):
+        keys, values = (cache[b : b + 1, :, : last + 1] for cache in (k_cache, v_cache))
+        mask = None if seen is None else seen[b : b + 1, None, :, : last + 1]
+        query = q[b : b + 1].transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+        parts.append(mixed.transpose(1, 2))
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+
+
+_attend = register(
+    "attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor at, Tensor? seen) -> Tensor",
+    _attend_rows,
+    lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format),
+)

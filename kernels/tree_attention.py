@@ -11,10 +11,11 @@ over keys is fixed; no sum goes over threads. Code is not specialised on numbers
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fastea.kernels.attention import attend_folded, visible_slots
+from fastea.kernels.attention import visible_slots
 from fastea.kernels.launch import launch, on_triton
 from fastea.kernels.register import register
 
@@ -175,9 +176,11 @@ def tree_attention_reference(
         if visible is None:
             mask = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
         else:
-            mask = visible_slots(visible[b], min(slots, 64) if visible.dim() == 2 else slots)
-        keys, values = (cache[b, :, : length + mask.shape[1]] for cache in (k_cache, v_cache))
-        out[b] = attend_folded(q[b], keys, values, mask)
+            mask = visible_slots(visible[b : b + 1], min(slots, 64) if visible.dim() == 2 else slots)[0]
+        mask = F.pad(mask, (length, 0), value=True)
+        keys, values = (cache[b, :, : mask.shape[1]] for cache in (k_cache, v_cache))
+        mixed = F.scaled_dot_product_attention(q[b].transpose(0, 1), keys, values, attn_mask=mask, enable_gqa=True)
+        out[b] = mixed.transpose(0, 1)
     return out
 
 

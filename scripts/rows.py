@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from fastea.kernels.attention import attend
+from fastea.kernels.attention import attend, attend_alone, sight
 from fastea.kernels.packed import fast_bf16, fast_half, layout, product
 from fastea.kernels.rows import cancelling, find_row_sizes
 from fastea.tree import Tree, chain, parse_tree
@@ -103,14 +103,20 @@ def attention_rows(tree: Tree, dtype: torch.dtype, exact: bool, length: int) -> 
     n = len(tree)
     base = [torch.randn(1, 3, length + 64, 64).to(dtype) for _ in range(2)]
     q, k, v = (torch.randn(1, n, heads, 64).to(dtype) for heads in (9, 3, 3))
-    out = attend(q, k, v, *(c.clone() for c in base), torch.tensor([length]), tree.words[None], 0, exact)
+    mix = attend_alone if exact else attend
+
+    def rows(new: list[torch.Tensor], caches: list[torch.Tensor], start: int, words: torch.Tensor) -> torch.Tensor:
+        at = start + torch.arange(words.shape[1])[None]
+        return mix(*new, *caches, at, sight(words, torch.tensor([start]), 0, words.shape[1], caches[0]))
+
+    out = rows([q, k, v], [c.clone() for c in base], length, tree.words[None])
     equal = 0
     for node, path in enumerate(tree.paths):
         caches = [c.clone() for c in base]
         for step in range(len(path) + 1):
             slot = tree.paths.index(path[:step])
             one = [t[:, slot : slot + 1] for t in (q, k, v)]
-            alone = attend(*one, *caches, torch.tensor([length + step]), torch.ones(1, 1, dtype=torch.int64), 0, exact)
+            alone = rows(one, caches, length + step, torch.ones(1, 1, dtype=torch.int64))
         equal += torch.equal(alone[0, 0], out[0, node])
     return equal
 

@@ -7,7 +7,7 @@ import torch
 
 from conftest import random_paths
 from fastea.cache import KVCache
-from fastea.kernels.attention import attend, expand_words
+from fastea.kernels.attention import attend, attend_alone, expand_words, sight
 from fastea.kernels.rows import cancelling, find_row_sizes, product_rows, rows_equal
 from fastea.quantize.forms import Scheme, nearest
 from fastea.tree import Tree
@@ -20,6 +20,14 @@ def reference(q, k, v, mask):
     scores = torch.einsum("rhd,lhd->hrl", q.double(), k) / q.shape[2] ** 0.5
     probs = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1)
     return torch.einsum("hrl,lhd->rhd", probs, v)
+
+
+def rows_of(q, k, v, caches, start, words, offset=0, exact=False):
+    """Attention as a layer asks for it."""
+    rows = q.shape[1]
+    at = start[:, None] + offset + torch.arange(rows)
+    seen = sight(words, start, offset, rows, caches[0])
+    return (attend_alone if exact else attend)(q, k, v, *caches, at, seen)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)])
@@ -35,7 +43,7 @@ def test_tree_rows_see_the_prefix_and_their_ancestors(heads, exact):
         before = [c.clone() for c in caches]
         q, k, v = (torch.randn(batch, rows, n, dim) for n in (h, kv, kv))
         words = tree.words.expand(batch, -1)
-        out = attend(q, k, v, *caches, torch.tensor(lengths), words, 0, exact)
+        out = rows_of(q, k, v, caches, torch.tensor(lengths), words, exact=exact)
         mask = expand_words(tree.words, rows)
         for b, length in enumerate(lengths):
             keys, values = (
@@ -55,13 +63,13 @@ def test_causal_chunk_and_draft_offset():
     q, k, v = (torch.randn(1, 3, 2, 8) for _ in range(3))
     caches = [torch.randn(1, 2, 20, 8) for _ in range(2)]
     old = [c.clone() for c in caches]
-    out = attend(q, k, v, *caches, torch.tensor([4]), None, 0, False)
+    out = rows_of(q, k, v, caches, torch.tensor([4]), None)
     keys, values = (torch.cat((c[0, :, :4].transpose(0, 1), n[0])) for c, n in zip(old, (k, v), strict=True))
     mask = torch.cat((torch.ones(3, 4), torch.ones(3, 3).tril()), dim=1).bool()
     torch.testing.assert_close(out[0].double(), reference(q[0], keys, values, mask), atol=1e-5, rtol=1e-5)
     q2, k2, v2 = (torch.randn(1, 2, 2, 8) for _ in range(3))
     words = torch.tensor([[0b01001, 0b10010]])  # slots 0 and 3; slots 1 and 4
-    out = attend(q2, k2, v2, *caches, torch.tensor([4]), words, 3, False)
+    out = rows_of(q2, k2, v2, caches, torch.tensor([4]), words, 3)
     keys, values = (torch.cat((a, n[0])) for a, n in zip((keys, values), (k2, v2), strict=True))
     mask = torch.cat((torch.ones(2, 4), torch.tensor([[1, 0, 0, 1, 0], [0, 1, 0, 0, 1]])), dim=1).bool()
     torch.testing.assert_close(out[0].double(), reference(q2[0], keys, values, mask), atol=1e-5, rtol=1e-5)
@@ -76,14 +84,14 @@ def test_exact_rows_keep_their_bits(dtype):
         rows, length, dim = len(tree), 37, 16
         base = [torch.randn(1, 2, 128, dim).to(dtype) for _ in range(2)]
         q, k, v = (torch.randn(1, rows, n, dim).to(dtype) for n in (6, 2, 2))
-        out = attend(q, k, v, *(c.clone() for c in base), torch.tensor([length]), tree.words[None], 0, True)
+        out = rows_of(q, k, v, [c.clone() for c in base], torch.tensor([length]), tree.words[None], exact=True)
         for node in range(rows):
             caches = [c.clone() for c in base]
             path = expand_words(tree.words[node], rows).nonzero().flatten().tolist()
             for step, slot in enumerate(path):
                 at = torch.tensor([length + step])
                 one = [t[:, slot : slot + 1] for t in (q, k, v)]
-                single = attend(*one, *caches, at, torch.ones(1, 1, dtype=torch.int64), 0, True)
+                single = rows_of(*one, caches, at, torch.ones(1, 1, dtype=torch.int64), exact=True)
             assert torch.equal(single[0, 0], out[0, node])
 
 

@@ -9,7 +9,7 @@ import torch
 from fastea.cache import KVCache
 from fastea.drafters import Draft
 from fastea.drafters.children import child_scores, drawn_scores
-from fastea.llama import DecoderLayer, Llama
+from fastea.llama import Llama, run_layers
 from fastea.state import DecodeState
 from fastea.tree import Tree
 
@@ -28,7 +28,7 @@ class DraftModelDrafter:
         self.model, self.module, self.tree, self.rejection = model, model, tree, rejection
         self.columns = columns or vocab
         self.ids = torch.arange(vocab, device=model.embed.weight.device)
-        self.run_layer: Callable[..., torch.Tensor] = DecoderLayer.forward
+        self.run_layers: Callable[..., list[torch.Tensor]] = run_layers
 
     def new_cache(self, batch: int, max_seq_len: int, device: str | None = None) -> KVCache | None:
         return self.model.new_cache(batch, max_seq_len, device)
@@ -40,7 +40,7 @@ class DraftModelDrafter:
         """Tokens [B, R] from position start [B] on -> features [B, R, h]."""
         assert cache is not None
         positions = start[:, None] + torch.arange(tokens.shape[1], device=start.device)
-        return self.model(tokens, positions, start, None, cache, None, self.run_layer)
+        return self.model(tokens, positions, start, None, cache, None, self.run_layers)
 
     def propose(self, state: DecodeState) -> Draft:
         steps, size = len(self.tree) - 1, len(self.ids)
