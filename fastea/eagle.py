@@ -96,7 +96,8 @@ class DraftHead(nn.Module):
         q, k, v = self.layer.project(given, self.rope[positions])
         keys, values, rows = cache.keys[0], cache.values[0], q.shape[1]
         at = start[:, None] + offset + torch.arange(rows, device=start.device)
-        mixed = attend(q, k, v, keys, values, at, sight(words, start, offset, rows, keys))
+        seen = sight(words, start, offset, rows, q.shape[2] // k.shape[2], keys)
+        mixed = attend(q, k, v, keys, values, at, seen)
         return self.layer.finish(residual, mixed)
 
     def normed(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:

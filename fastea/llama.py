@@ -210,7 +210,8 @@ class Llama(nn.Module):
         x = self.embed(tokens)
         rope, rows = self.rope[positions], tokens.shape[1]
         at = start[:, None] + torch.arange(rows, device=start.device)
-        seen = sight(words, start, 0, rows, cache.keys[0])
+        group = self.config.num_heads // self.config.num_kv_heads
+        seen = sight(words, start, 0, rows, group, cache.keys[0])
         layers, states = list(self.layers), {0: x}
         for i in range(0, len(layers), TOGETHER):
             part = slice(i, i + TOGETHER)

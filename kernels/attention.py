@@ -27,10 +27,11 @@ def visible_slots(visible: torch.Tensor, slots: int) -> torch.Tensor:
 
 
 def sight(
-    visible: torch.Tensor | None, start: torch.Tensor, offset: int, rows: int, cache: torch.Tensor
+    visible: torch.Tensor | None, start: torch.Tensor, offset: int, rows: int, group: int, cache: torch.Tensor
 ) -> torch.Tensor | None:
-    """What new rows see of the cache, for all layers of a forward: [B, R, S], 0 where a row sees the cache's row, -inf
-    where not; what lies behind the new rows counts for nothing. None: a single row, which sees all up to itself.
+    """What new rows see of the cache, for all layers of a forward: [B, R * group, S], 0 where a row sees the cache's
+    row, -inf where not; what lies behind the new rows counts for nothing. group: query heads of a KV head, which share
+    what their row sees. None: a single row, which sees all up to itself.
 
     start: [B] int64, rows before it are visible to all. visible: [B, R] int64, bit j of row r = tree slot j (cache row
     start + j) is visible; or [B, R, W] int64, the visible slots by depth, -1 behind the last, for more than 64 slots;
@@ -45,8 +46,9 @@ def sight(
     else:
         mask = visible_slots(visible, slots)
     tree = torch.zeros(mask.shape, dtype=cache.dtype, device=start.device).masked_fill_(~mask, -torch.inf)
+    tree = tree.repeat_interleave(group, 1)
     at = start[:, None] + torch.arange(slots, device=start.device)
-    whole = tree.new_zeros(len(start), rows, cache.shape[2])
+    whole = tree.new_zeros(*tree.shape[:2], cache.shape[2])
     return whole.scatter_(2, at[:, None].expand_as(tree), tree)
 
 
@@ -67,13 +69,11 @@ def attend(
     """
     rows, kv_heads = k.shape[1:3]
     write(k, v, k_cache, v_cache, at)
-    if rows == 1:
+    if seen is None:
         return _attend(q, k_cache, v_cache, at, seen)
     # The query heads of one KV head become rows: K and V are read once, in larger products.
     group = q.shape[2] // kv_heads
     folded = q.unflatten(2, (kv_heads, group)).transpose(2, 3).flatten(1, 2)
-    if seen is not None and group > 1:
-        seen = seen.repeat_interleave(group, 1)
     mixed = _attend(folded, k_cache, v_cache, at, seen)
     return mixed.unflatten(1, (rows, group)).transpose(2, 3).flatten(2, 3)
 
@@ -89,13 +89,13 @@ def attend_alone(
 ) -> torch.Tensor:
     """The same for the exact path: every row is computed by the calls that a single row at that position makes, its
     keys in path order, so its bits depend neither on the rows beside it nor on where its ancestors lie in the tree."""
-    out = torch.empty_like(q)
+    out, group = torch.empty_like(q), q.shape[2] // k.shape[2]
     write(k, v, k_cache, v_cache, at)
     for b, slots in enumerate(at.tolist()):
         for r, slot in enumerate(slots):
             path = torch.arange(slot + 1, device=q.device)
             if seen is not None:
-                path = path[seen[b, r, : slot + 1] == 0]
+                path = path[seen[b, r * group, : slot + 1] == 0]
             keys, values = (cache[b].index_select(1, path) for cache in (k_cache, v_cache))
             out[b, r] = _attend_one(q[b, r], keys, values)
     return out

@@ -107,7 +107,7 @@ def attention_rows(tree: Tree, dtype: torch.dtype, exact: bool, length: int) -> 
 
     def rows(new: list[torch.Tensor], caches: list[torch.Tensor], start: int, words: torch.Tensor) -> torch.Tensor:
         at = start + torch.arange(words.shape[1])[None]
-        return mix(*new, *caches, at, sight(words, torch.tensor([start]), 0, words.shape[1], caches[0]))
+        return mix(*new, *caches, at, sight(words, torch.tensor([start]), 0, words.shape[1], 3, caches[0]))
 
     out = rows([q, k, v], [c.clone() for c in base], length, tree.words[None])
     equal = 0

@@ -26,7 +26,7 @@ def rows_of(q, k, v, caches, start, words, offset=0, exact=False):
     """Attention as a layer asks for it."""
     rows = q.shape[1]
     at = start[:, None] + offset + torch.arange(rows)
-    seen = sight(words, start, offset, rows, caches[0])
+    seen = sight(words, start, offset, rows, q.shape[2] // k.shape[2], caches[0])
     return (attend_alone if exact else attend)(q, k, v, *caches, at, seen)
 
 

@@ -172,12 +172,13 @@ def test_lists_of_slots_are_words_without_their_limit():
     lists = torch.tensor([[[0, -1, -1], [0, 1, -1], [0, 3, -1]]])
     assert torch.equal(visible_slots(lists, 5), visible_slots(words, 5))
     cache = torch.zeros(1, 2, 40, 8)
-    wanted = torch.zeros(1, 3, 40)
+    wanted = torch.zeros(1, 6, 40)  # two query heads a KV head
     wanted[0, :, 9:14] = -torch.inf
     for row, slots in enumerate(([0], [0, 1], [0, 3])):
-        wanted[0, row, [9 + slot for slot in slots]] = 0
+        for slot in slots:
+            wanted[0, 2 * row : 2 * row + 2, 9 + slot] = 0
     for given in (words, lists):
-        assert torch.equal(sight(given, torch.tensor([9]), 2, 3, cache), wanted)
+        assert torch.equal(sight(given, torch.tensor([9]), 2, 3, 2, cache), wanted)
 
 
 def test_what_a_tree_may_be(capsys, folder):

@@ -10,6 +10,8 @@ from fastea.config import FasteaError
 from fastea.drafters.dynamic import DynamicEagleDrafter
 from fastea.drafters.eagle import EagleDrafter
 from fastea.head_files import load_head, save_head
+from fastea.kernels.attention import sight
+from fastea.llama import TOGETHER
 from fastea.tree import DynamicTree, Tree, chain
 
 VOCAB, WIDE = 64, 48  # of the target; of a head that is narrower than the target
@@ -150,19 +152,21 @@ def test_forward_equals_the_reference(tmp_path, form, residual_normed):
 
 
 def test_the_target_hands_out_the_inputs_of_its_layers():
-    """Against a forward that is cut before each layer: un-normed, embedding included, low to high."""
-    target = target_of(layers=5)
+    """Against a forward that is cut before each layer: un-normed, embedding included, low to high, at the borders of
+    the parts that layers run in."""
+    target = target_of(layers=2 * TOGETHER + 1)
     tokens, at = torch.randint(VOCAB, (1, 6)), torch.arange(6)[None]
     zero = torch.zeros(1, dtype=torch.int64)
     with torch.inference_mode():
         plain = target(tokens, at, zero, None, target.new_cache(1, 16))
-        target.taps = (0, 2, 4, 5)
+        target.taps = (0, 1, TOGETHER - 1, TOGETHER, TOGETHER + 1, 2 * TOGETHER, 2 * TOGETHER + 1)
         features = target(tokens, at, zero, None, target.new_cache(1, 16))
         x, expected = target.embed(tokens), []
         cache = target.new_cache(1, 16)
+        seen = sight(None, zero, 0, 6, target.config.num_heads // target.config.num_kv_heads, cache.keys[0])
         for i, layer in enumerate(target.layers):
             expected.append(x)
-            x = layer(x, target.rope[at], cache.keys[i], cache.values[i], zero, None, 0, None)
+            x = layer(x, target.rope[at], cache.keys[i], cache.values[i], at, seen, None)
         expected.append(x)
     parts = features.split(64, -1)
     assert torch.equal(parts[0], plain) and torch.equal(target.logits(features), target.logits(plain))
