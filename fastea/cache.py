@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from fastea.kernels.attention import STRIDE
 from fastea.kernels.move import move_rows
 
 TREE_SLACK = 64  # rows past the limit, so that a whole tree always fits
 
 
+def cache_rows(max_seq_len: int) -> int:
+    """As many as attention reads at once."""
+    return -(-(max_seq_len + TREE_SLACK) // STRIDE) * STRIDE
+
+
 class KVCache:
     """Keys and values of every layer.
 
-    keys[i], values[i]: [batch, kv_heads, rows, head_dim], rows = max_seq_len + TREE_SLACK. Row p holds the
+    keys[i], values[i]: [batch, kv_heads, rows, head_dim], rows of `cache_rows`. Row p holds the
     token at position p; the caller keeps the committed length. joined: all of them are parts of one tensor `whole`
     [2, layers, ...], which one kernel can compact.
     """
@@ -28,7 +34,7 @@ class KVCache:
         device: torch.device | str = "cpu",
         joined: bool = False,
     ):
-        shape = (batch, kv_heads, max_seq_len + TREE_SLACK, head_dim)
+        shape = (batch, kv_heads, cache_rows(max_seq_len), head_dim)
         self.whole: torch.Tensor | None = None
         if joined:
             self.whole = torch.zeros(2, layers, *shape, dtype=dtype, device=device)

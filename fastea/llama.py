@@ -93,7 +93,7 @@ class DecoderLayer(nn.Module):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         at: torch.Tensor,
-        seen: torch.Tensor | None,
+        seen: torch.Tensor,
         row_sizes: tuple[int, ...] | None,
     ) -> torch.Tensor:
         """x: [B, R, h] -> [B, R, h]. at, seen: see `fastea.kernels.attention.attend`."""
@@ -150,7 +150,7 @@ def run_layers(
     keys: list[torch.Tensor],
     values: list[torch.Tensor],
     at: torch.Tensor,
-    seen: torch.Tensor | None,
+    seen: torch.Tensor,
     row_sizes: tuple[int, ...] | None,
 ) -> list[torch.Tensor]:
     """x: [B, R, h] -> the states after each of the layers, [B, R, h]. keys, values: their caches."""
@@ -218,7 +218,7 @@ class Llama(nn.Module):
             after = run(layers[part], x, rope, cache.keys[part], cache.values[part], at, seen, row_sizes)
             states |= {tap: after[tap - i - 1] for tap in self.taps if i < tap <= i + len(after)}
             x = after[-1]
-        if row_sizes is None and rows > 1 and bool(x.isnan().any()):  # of a row's NaN others have become NaN
+        if row_sizes is None and bool(x.isnan().any()):  # of a row's NaN others have become NaN
             return self.forward(tokens, positions, start, words, cache, (1,))
         return self.features(self.norm(x), states)
 

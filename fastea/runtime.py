@@ -139,8 +139,9 @@ def can_compile(device: str) -> bool:
 
 
 def compiled(function: Callable[..., Any], any_shape: bool = False) -> Callable[..., Any]:
-    """One graph for each shape that it is called with; any_shape: one for all."""
-    return torch.compile(function, fullgraph=True, dynamic=any_shape)
+    """One graph for each shape that it is called with; any_shape: one for all. Between fused operations values are
+    rounded as between single ones: what is fused hangs on the shape, and rows would hang on how many they are."""
+    return torch.compile(function, fullgraph=True, dynamic=any_shape, options={"emulate_precision_casts": True})
 
 
 def compiling() -> contextlib.AbstractContextManager[None]:

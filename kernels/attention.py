@@ -11,6 +11,8 @@ import torch.nn.functional as F
 
 from fastea.kernels.register import register
 
+STRIDE = 64  # keys are read in multiples of it: sums then have one order for every number of rows and keys
+
 
 def expand_words(words: torch.Tensor, slots: int) -> torch.Tensor:
     """Ancestor words [..., R] (int64, bit j = tree slot j is visible) -> booleans [..., R, slots]."""
@@ -28,28 +30,25 @@ def visible_slots(visible: torch.Tensor, slots: int) -> torch.Tensor:
 
 def sight(
     visible: torch.Tensor | None, start: torch.Tensor, offset: int, rows: int, group: int, cache: torch.Tensor
-) -> torch.Tensor | None:
+) -> torch.Tensor:
     """What new rows see of the cache, for all layers of a forward: [B, R * group, S], 0 where a row sees the cache's
-    row, -inf where not; what lies behind the new rows counts for nothing. group: query heads of a KV head, which share
-    what their row sees. None: a single row, which sees all up to itself.
+    row, -inf where not. group: query heads of a KV head, which share what their row sees.
 
     start: [B] int64, rows before it are visible to all. visible: [B, R] int64, bit j of row r = tree slot j (cache row
     start + j) is visible; or [B, R, W] int64, the visible slots by depth, -1 behind the last, for more than 64 slots;
     None = causal, row r sees the new rows 0..r (offset 0). offset: the tree slot of the first new row.
     cache: [B, KV, S, D], one like it.
     """
-    if visible is None and rows == 1:
-        return None
-    slots = offset + rows
+    slots, device = offset + rows, start.device
     if visible is None:
-        mask = torch.ones(rows, rows, dtype=torch.bool, device=start.device).tril().expand(len(start), -1, -1)
+        mask = torch.ones(rows, rows, dtype=torch.bool, device=device).tril().expand(len(start), -1, -1)
     else:
         mask = visible_slots(visible, slots)
-    tree = torch.zeros(mask.shape, dtype=cache.dtype, device=start.device).masked_fill_(~mask, -torch.inf)
-    tree = tree.repeat_interleave(group, 1)
-    at = start[:, None] + torch.arange(slots, device=start.device)
-    whole = tree.new_zeros(*tree.shape[:2], cache.shape[2])
-    return whole.scatter_(2, at[:, None].expand_as(tree), tree)
+    before = torch.arange(cache.shape[2], device=device) < start[:, None]
+    at = start[:, None] + torch.arange(slots, device=device)
+    seen = before[:, None].repeat(1, rows, 1).scatter_(2, at[:, None].expand_as(mask), mask)
+    hidden = torch.zeros(seen.shape, dtype=cache.dtype, device=device).masked_fill_(~seen, -torch.inf)
+    return hidden.repeat_interleave(group, 1)
 
 
 def attend(
@@ -59,7 +58,7 @@ def attend(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     at: torch.Tensor,
-    seen: torch.Tensor | None,
+    seen: torch.Tensor,
 ) -> torch.Tensor:
     """Write k, v into the caches, then attend: softmax(q k^T / sqrt(D)) v.
 
@@ -69,8 +68,6 @@ def attend(
     """
     rows, kv_heads = k.shape[1:3]
     write(k, v, k_cache, v_cache, at)
-    if seen is None:
-        return _attend(q, k_cache, v_cache, at, seen)
     # The query heads of one KV head become rows: K and V are read once, in larger products.
     group = q.shape[2] // kv_heads
     folded = q.unflatten(2, (kv_heads, group)).transpose(2, 3).flatten(1, 2)
@@ -85,7 +82,7 @@ def attend_alone(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     at: torch.Tensor,
-    seen: torch.Tensor | None,
+    seen: torch.Tensor,
 ) -> torch.Tensor:
     """The same for the exact path: every row is computed by the calls that a single row at that position makes, its
     keys in path order, so its bits depend neither on the rows beside it nor on where its ancestors lie in the tree."""
@@ -93,9 +90,7 @@ def attend_alone(
     write(k, v, k_cache, v_cache, at)
     for b, slots in enumerate(at.tolist()):
         for r, slot in enumerate(slots):
-            path = torch.arange(slot + 1, device=q.device)
-            if seen is not None:
-                path = path[seen[b, r * group, : slot + 1] == 0]
+            path = (seen[b, r * group, : slot + 1] == 0).nonzero()[:, 0]
             keys, values = (cache[b].index_select(1, path) for cache in (k_cache, v_cache))
             out[b, r] = _attend_one(q[b, r], keys, values)
     return out
@@ -116,21 +111,20 @@ def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
 
 
 def _attend_rows(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, at: torch.Tensor, seen: torch.Tensor | None
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, at: torch.Tensor, seen: torch.Tensor
 ) -> torch.Tensor:
-    """q: [B, Q, heads, D], heads a multiple of the caches'; seen: [B, Q, S] -> [B, Q, heads, D]."""
+    """q: [B, Q, KV, D]; seen: [B, Q, S] -> [B, Q, KV, D]."""
     parts = []
     for b, last in enumerate(at[:, -1].tolist()):
-        keys, values = (cache[b : b + 1, :, : last + 1] for cache in (k_cache, v_cache))
-        mask = None if seen is None else seen[b : b + 1, None, :, : last + 1]
-        query = q[b : b + 1].transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
-        parts.append(mixed.transpose(1, 2))
+        length = (last // STRIDE + 1) * STRIDE
+        keys, values = (cache[b : b + 1, :, :length] for cache in (k_cache, v_cache))
+        query, mask = q[b : b + 1].transpose(1, 2), seen[b : b + 1, None, :, :length]
+        parts.append(F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).transpose(1, 2))
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
 _attend = register(
-    "attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor at, Tensor? seen) -> Tensor",
+    "attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor at, Tensor seen) -> Tensor",
     _attend_rows,
     lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format),
 )
