@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from fastea.kernels.register import register
 
-STRIDE = 64  # keys are read in multiples of it: sums then have one order for every number of rows and keys
+STRIDE = 64  # keys are read in multiples of it, the rest hidden: the order of a sum hung on what was left of 16
 
 
 def expand_words(words: torch.Tensor, slots: int) -> torch.Tensor:
@@ -64,7 +64,8 @@ def attend(
 
     q: [B, R, H, D]; k, v: [B, R, KV, D]; caches: [B, KV, S, D]; at: [B, R] int64, the caches' rows that they take, one
     after the other; seen: see `sight`. Returns [B, R, H, D]. A row that is NaN makes NaN of the rows that it is hidden
-    from too: -inf + NaN, 0 * NaN.
+    from too: -inf + NaN, 0 * NaN. On a CPU a row's sums have one order for every number of rows and keys, as long as
+    what it sees has no gaps; a tree's rows have.
     """
     rows, kv_heads = k.shape[1:3]
     write(k, v, k_cache, v_cache, at)
@@ -97,6 +98,7 @@ def attend_alone(
 
 
 def write(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, at: torch.Tensor) -> None:
+    """k, v: [B, R, KV, D] into rows `at` [B, R] of the caches."""
     every = torch.arange(len(k), device=k.device)[:, None]
     k_cache[every, :, at] = k
     v_cache[every, :, at] = v

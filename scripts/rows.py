@@ -15,6 +15,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from fastea.cache import cache_rows
 from fastea.kernels.attention import attend, attend_alone, sight
 from fastea.kernels.packed import fast_bf16, fast_half, layout, product
 from fastea.kernels.rows import cancelling, find_row_sizes
@@ -101,7 +102,7 @@ def attention_table() -> None:
 
 def attention_rows(tree: Tree, dtype: torch.dtype, exact: bool, length: int) -> int:
     n = len(tree)
-    base = [torch.randn(1, 3, length + 64, 64).to(dtype) for _ in range(2)]
+    base = [torch.randn(1, 3, cache_rows(length), 64).to(dtype) for _ in range(2)]
     q, k, v = (torch.randn(1, n, heads, 64).to(dtype) for heads in (9, 3, 3))
     mix = attend_alone if exact else attend
 

@@ -16,7 +16,7 @@ from fastea.drafters.ngram import NgramDrafter
 from fastea.generator import Generator
 from fastea.llama import TOGETHER
 from fastea.loading import load
-from fastea.runtime import can_compile
+from fastea.runtime import can_compile, compiled
 from fastea.sampling import Sampling
 from fastea.tree import Tree, chain
 
@@ -77,6 +77,19 @@ def test_caches_are_not_copied_by_a_round(tree, compile):
         generator.step(state)
     allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
     assert allocated < state.cache.nbytes / 4
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_rows_are_those_of_fewer_rows(dtype):
+    """What is fused for one row and for many differs; where values are rounded must not."""
+    torch._dynamo.reset()
+    layer = tiny_target().layers[0].to(dtype)
+    fast = compiled(lambda x, mixed: layer.attn_norm(layer.mlp_norm(x + mixed) + x))
+    x, mixed = torch.randn(2, 1, 26, 64).to(dtype)
+    with torch.inference_mode():
+        alone = torch.cat([fast(x[:, i : i + 1].clone(), mixed[:, i : i + 1].clone()) for i in range(26)], 1)
+        assert torch.equal(fast(x, mixed), alone)
 
 
 @needs_compiler
