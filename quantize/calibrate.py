@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fastea.cache import KVCache
+from fastea.kernels.attention import sight
 from fastea.quantize.forms import QuantizedWeight, Scheme
 from fastea.quantize.gptq import gptq
 
@@ -30,12 +31,13 @@ def quantize_layers(
     model.set_context(longest)
     config, like = model.config, model.embed.weight
     cache = KVCache(1, 1, config.num_kv_heads, longest, config.head_dim, like.dtype, like.device)
-    start = torch.zeros(1, dtype=torch.int64)
+    start, group = torch.zeros(1, dtype=torch.int64), config.num_heads // config.num_kv_heads
     states = [model.embed(torch.tensor([t])) for t in texts]
 
     def run(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        rope = model.rope[: x.shape[1]][None]
-        out: torch.Tensor = layer(x, rope, cache.keys[0], cache.values[0], start, None, 0, None)
+        rows, keys = x.shape[1], cache.keys[0]
+        seen, at = sight(None, start, 0, rows, group, keys), torch.arange(rows)[None]
+        out: torch.Tensor = layer(x, model.rope[None, :rows], keys, cache.values[0], at, seen, None)
         return out
 
     done = {}
