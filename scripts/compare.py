@@ -41,6 +41,11 @@ from fastea.training.data import read_lines
 
 PROMPTS = Path(__file__).parent.parent / "benchmarks" / "prompts.jsonl"
 
+ELSEWHERE = """
+import sys
+sys.path[:] = filter(None, sys.path)  # not the working folder: transformers imports a package called kernels
+"""
+
 ANSWERS = """
 for line in sys.stdin:
     job = json.loads(line)
@@ -146,7 +151,7 @@ class Engine:
     """A process that answers one job a line. Raises FasteaError where it cannot start."""
 
     def __init__(self, name: str, python: str, program: str, *argv: str):
-        command = [python, "-c", program + ANSWERS, *argv]
+        command = [python, "-c", ELSEWHERE + program + ANSWERS, *argv]
         self.name = name
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
         self.process = subprocess.Popen(
